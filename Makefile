@@ -1,0 +1,48 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.10+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: help demo test test-all lint bench clean
+
+help:
+	@echo "make demo      install, build demo data, train with each lever, print and plot the comparison"
+	@echo "make test      install, run the test suite"
+	@echo "make test-all  the test suite with the slow tests"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     every benchmark; tables on screen, JSON under runs/benchmarks"
+	@echo "make clean     remove .venv, runs and caches"
+
+$(STAMP): setup.py constraints.txt
+	@echo "== creating $(VENV) (once; a few minutes, downloads on a fresh machine)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "== installing torch"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
+	@echo "== installing aiak-ext with its demo, test and bench extras"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,test,bench]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.llava_ov.demo --output runs/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest tests -m ''
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@set -e; for script in $(filter-out benchmarks/__init__.py benchmarks/common.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
