@@ -1,0 +1,1 @@
+"""One script per performance claim; each prints a table and writes JSON."""
