@@ -15,11 +15,28 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-# Everything in torch that makes a tensor and takes ``device=``.
+# What makes a tensor and takes ``device=``.
 _FACTORIES = (
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand rand_like randint randn "
-    "randn_like randperm tensor zeros zeros_like"
-).split()
+    torch.arange,
+    torch.as_tensor,
+    torch.empty,
+    torch.empty_like,
+    torch.eye,
+    torch.full,
+    torch.full_like,
+    torch.linspace,
+    torch.ones,
+    torch.ones_like,
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.randn,
+    torch.randn_like,
+    torch.randperm,
+    torch.tensor,
+    torch.zeros,
+    torch.zeros_like,
+)
 
 _installed = False
 
@@ -59,6 +76,26 @@ def _device_to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _replace(owner: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        setattr(owner, name, function)
+
+
+def _patch_cuda_namespace() -> None:
+    _replace(
+        torch.cuda,
+        Stream=_NoStream,
+        Event=_NoStream,
+        current_device=lambda: _CPU,
+        synchronize=lambda *args, **kwargs: None,
+        current_stream=lambda *args, **kwargs: _NoStream(),
+        default_stream=lambda *args, **kwargs: _NoStream(),
+        stream=lambda stream: contextlib.nullcontext(),
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda *args, **kwargs: None,
+    )
+
+
 def _patch_tensor_methods() -> None:
     tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
 
@@ -72,21 +109,13 @@ def _patch_tensor_methods() -> None:
         answer = tensor_type(self, *args, **kwargs)
         return answer if args or kwargs else answer.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.to = _device_to_cpu(to)  # type: ignore[method-assign]
-    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-
-
-def _patch_cuda_namespace() -> None:
-    cuda = torch.cuda
-    cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    cuda.synchronize = lambda *args, **kwargs: None
-    cuda.Stream = cuda.Event = _NoStream  # type: ignore[misc,assignment]
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoStream()  # type: ignore[assignment]
-    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = lambda *args, **kwargs: None
+    _replace(
+        torch.Tensor,
+        to=_device_to_cpu(to),
+        type=type_name,
+        cuda=lambda self, *args, **kwargs: self,
+        record_stream=lambda self, stream: None,
+    )
 
 
 def install() -> bool:
@@ -99,8 +128,7 @@ def install() -> bool:
         return _installed
     _patch_cuda_namespace()
     _patch_tensor_methods()
-    for name in _FACTORIES:
-        setattr(torch, name, _device_to_cpu(getattr(torch, name)))
+    _replace(torch, **{factory.__name__: _device_to_cpu(factory) for factory in _FACTORIES})
     _installed = True
     return True
 
@@ -115,6 +143,9 @@ def install_after_import() -> None:
         return
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda *args, **kwargs: None
-    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    _replace(
+        random,
+        _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda *args, **kwargs: None,
+    )
+    _replace(random.CudaRNGStatesTracker, fork=lambda self, name=None: contextlib.nullcontext())

@@ -32,13 +32,25 @@ def canonical_names(model: torch.nn.Module) -> dict[str, str]:
     return names
 
 
+def _is_sharded(parameter: Tensor) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def full_shape(parameter: Tensor) -> list[int]:
+    """Shape of `parameter` in a model without tensor parallelism."""
+    shape = list(parameter.shape)
+    if _is_sharded(parameter):
+        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()  # type: ignore[attr-defined]
+    return shape
+
+
 def shard_of(full: Tensor, parameter: Tensor) -> Tensor:
     """This tensor-parallel rank's part of `full`, cut the way Megatron cuts `parameter`."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if not _is_sharded(parameter):
         return full
+    size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
-    dim, stride = parameter.partition_dim, parameter.partition_stride
+    dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
     # A stride of 2 is SwiGLU: gate and up projection lie one after the other, and each is cut by itself.
     return torch.cat(full.chunk(size * stride, dim)[rank::size], dim)
 
@@ -72,9 +84,6 @@ def _std(model: MegatronModule, name: str) -> float:
 def _draw(parameter: Tensor, name: str, seed: int, std: float) -> None:
     if name == "language_model.output_layer.weight" and getattr(parameter, "shared_embedding", False):
         name = "language_model.embedding.word_embeddings.weight"  # tied: the last stage's copy of the first's
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    full = torch.normal(0.0, std, shape, generator=generator, device=parameter.device)
+    full = torch.normal(0.0, std, full_shape(parameter), generator=generator, device=parameter.device)
     parameter.copy_(shard_of(full, parameter))

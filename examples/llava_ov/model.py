@@ -151,8 +151,9 @@ class LlavaOnevision(MegatronModule):
             image_grid_thw = torch.zeros(0, 3, dtype=torch.int64, device=weight.device)
         return self.encoder(images, image_grid_thw)
 
-    def _embed(self, input_ids: Tensor, visual_tokens: Tensor | None) -> Tensor:
+    def _embed(self, input_ids: Tensor | None, visual_tokens: Tensor | None) -> Tensor:
         """Word embeddings [s, b, h] with the visual tokens in the image tokens' places."""
+        assert input_ids is not None, "the first pipeline stage needs input_ids"
         embeddings = self.language_model.embedding(input_ids=input_ids, position_ids=None)
         sample, position = (input_ids == self.model_config.image_token_id).nonzero(as_tuple=True)
         num_visual_tokens = 0 if visual_tokens is None else visual_tokens.shape[0]

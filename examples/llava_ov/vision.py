@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -123,7 +124,9 @@ class RiceViT(MegatronModule):
 
         patches = self.patch_embed(pixel_values.to(self.patch_embed.weight.dtype))
         hidden = self.pre_layernorm(with_class_rows(patches, self.class_embedding[None], frame_lengths))
-        angles = with_class_rows(self.rotary_angles(grids), self.class_pos_emb, frame_lengths)
+        # Each tensor-parallel rank turns its own heads by these angles: the learned one's gradient is their sum.
+        class_angles = copy_to_tensor_model_parallel_region(self.class_pos_emb)
+        angles = with_class_rows(self.rotary_angles(grids), class_angles, frame_lengths)
 
         # On the CPU on purpose: every layer reads the boundaries as Python numbers.
         segment_lengths = [length + 1 for length in frame_lengths]
