@@ -1,0 +1,35 @@
+"""Work of a micro batch in floating-point operations, which the step efficiency compares over ranks."""
+
+from __future__ import annotations
+
+from data_balance.cost import CostModel
+from examples.llava_ov.config import LlavaOnevisionConfig
+from examples.llava_ov.micro_batch import MicroBatch
+
+
+class BatchCost:
+    """Forward FLOPs of a micro batch as executed: padded tokens count.
+
+    Attention is quadratic within a segment only: a row or a packed sample in the decoder, a frame in the ViT.
+    """
+
+    def __init__(self, config: LlavaOnevisionConfig) -> None:
+        language, vision = config.language, config.vision
+        self._language = CostModel.for_transformer(
+            language.hidden_size,
+            language.ffn_hidden_size,
+            language.num_layers,
+            gated_linear_unit=True,
+            causal=True,
+            num_attention_heads=language.num_attention_heads,
+            num_query_groups=language.num_query_groups,
+            vocab_size=language.padded_vocab_size,
+        )
+        self._vision = CostModel.for_transformer(vision.hidden_size, vision.ffn_hidden_size, vision.num_layers)
+
+    def __call__(self, batch: MicroBatch) -> float:
+        frames, height, width = batch.image_grid_thw.cpu().unbind(1)
+        patches_per_frame = (height * width).repeat_interleave(frames)
+        return self._language.cost_of_segments(batch.segment_lengths.cpu()) + self._vision.cost_of_segments(
+            patches_per_frame
+        )

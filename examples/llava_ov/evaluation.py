@@ -1,0 +1,49 @@
+"""Loss on the held-out split: the same samples whatever a run trained on, so that runs can be compared."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import PreTrainedTokenizerBase
+
+from examples.llava_ov.data_loading import build_validation_batches
+from examples.llava_ov.forward_step import LossFunc, forward_losses, totals_over_ranks
+from examples.llava_ov.micro_batch import MicroBatch
+from examples.llava_ov.samples import LlavaBatch
+
+
+def evaluate(
+    args: argparse.Namespace,
+    model: list[DistributedDataParallel],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> float:
+    """Mean loss per token over the validation split; a collective call over all ranks.
+
+    Every sample is a micro batch of its own, so the result does not depend on how training forms batches.
+    """
+    batches = build_validation_batches(args, tokenizer)
+
+    def forward_step(data_iterator: Iterator[LlavaBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
+        return forward_losses(chunk, MicroBatch.from_batch(next(data_iterator), device))
+
+    for chunk in model:
+        chunk.eval()
+    with torch.no_grad():
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=1,  # variable_seq_lengths: stages tell each other the true shapes
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    for chunk in model:
+        chunk.train()
+    loss_sum, num_loss_tokens, _ = totals_over_ranks(reports, 0, device)
+    return loss_sum / max(num_loss_tokens, 1)

@@ -1,0 +1,118 @@
+"""Megatron's forward step for the model: take a micro batch, count it, run the model, sum the token losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from aiak_ext.metrics import StepRecorder
+from examples.llava_ov.batch_cost import BatchCost
+from examples.llava_ov.config import LlavaOnevisionConfig
+from examples.llava_ov.micro_batch import MicroBatch, next_micro_batch
+from examples.llava_ov.model import IGNORE_INDEX, packed_segments
+from examples.llava_ov.samples import LlavaBatch
+
+LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class ForwardStep:
+    """`forward_step_func` of Megatron's schedules; never changes a batch, because Megatron may replay it.
+
+    Args:
+        model_config: For the cost of a batch.
+        recorder: Counts the micro batches.
+        tensor_parallel_group: Its first rank reads the data for all of it.
+        device: Of the model.
+    """
+
+    def __init__(
+        self,
+        model_config: LlavaOnevisionConfig,
+        recorder: StepRecorder,
+        tensor_parallel_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._cost = BatchCost(model_config)
+        self._recorder = recorder
+        self._tensor_parallel_group = tensor_parallel_group
+        self._device = device
+        self.num_samples = 0
+        """Samples of this rank since `start_step`."""
+
+    def start_step(self) -> None:
+        """Count from zero: a new step, or the same one run again."""
+        self._recorder.start_step()
+        self.num_samples = 0
+
+    def __call__(
+        self, data_iterator: Iterator[LlavaBatch] | None, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossFunc]:
+        with self._recorder.data_wait():
+            batch = next_micro_batch(data_iterator, self._tensor_parallel_group, self._device)
+        self.num_samples += batch.num_samples
+        self._recorder.add_batch(
+            num_samples=batch.num_samples,
+            num_tokens=int(batch.lengths.sum()),
+            num_token_slots=batch.tokens.numel(),
+            cost=self._cost(batch),
+        )
+        return forward_losses(model, batch)
+
+
+def forward_losses(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, LossFunc]:
+    """Run the model's part of this pipeline stage; on the last stage its output is the loss of every token."""
+    output = model(
+        images=batch.pixel_values,
+        image_grid_thw=batch.image_grid_thw,
+        input_ids=batch.tokens,
+        position_ids=None,
+        attention_mask=None,
+        labels=batch.labels,
+        packed_seq_params=packed_segments(batch.cu_lengths, batch.tokens.shape[1]),
+    )
+    return output, partial(sum_token_losses, batch.labels)
+
+
+def sum_token_losses(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Summed loss and number of loss tokens, by whose total over all ranks Megatron divides the gradients.
+
+    Args:
+        labels: int64 [b, s], -100 where there is no loss.
+        losses: float [b, s], zero there.
+    """
+    loss_sum = losses.float().sum()
+    num_tokens = (labels != IGNORE_INDEX).sum().to(torch.int)
+    get_rerun_state_machine().validate_result(
+        result=loss_sum.detach(),
+        rejection_func=lambda value: not torch.isfinite(value),
+        message="the loss is not finite",
+        tolerance=0.0,
+        fatal=True,
+    )
+    return loss_sum, num_tokens, {"loss_sum": loss_sum.detach(), "num_loss_tokens": num_tokens}
+
+
+def totals_over_ranks(
+    reports: list[dict[str, torch.Tensor]], num_samples: int, device: torch.device
+) -> tuple[float, int, int]:
+    """Loss sum, loss tokens and samples over all model replicas; a collective call over all ranks.
+
+    Args:
+        reports: What `sum_token_losses` reported per micro batch; empty on all but the last pipeline stage.
+        num_samples: Of this rank.
+        device: Of the collective.
+    """
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    if reports and parallel_state.get_tensor_model_parallel_rank() == 0:  # one rank speaks for a replica
+        totals[0] = sum(report["loss_sum"].double() for report in reports)
+        totals[1] = sum(report["num_loss_tokens"] for report in reports)
+        totals[2] = num_samples
+    dist.all_reduce(totals)
+    loss_sum, num_loss_tokens, num_samples = totals.tolist()
+    return loss_sum, int(num_loss_tokens), int(num_samples)
