@@ -91,8 +91,6 @@ def flag_table() -> str:
                 default = "off" if declared.default is False else "none"
             else:
                 default = f"`{declared.default}`"
-            choices = (
-                f" ({', '.join(f'`{choice}`' for choice in declared.choices)})" if declared.choices else ""
-            )
+            choices = f" ({', '.join(f'`{choice}`' for choice in declared.choices)})" if declared.choices else ""
             rows.append(f"| `{declared.flag}` | {default} | {declared.help}{choices} |")
     return "\n".join(rows)

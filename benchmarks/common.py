@@ -1,4 +1,4 @@
-"""What the benchmarks share: sample lengths, the cost of a step, pooled order, tables and JSON output."""
+"""What the benchmarks share: lengths, costs, pooled order, a synthetic stream, tables and JSON output."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import csv
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+import torch
+from megatron.energon import Sample, WorkerConfig, edataclass
+from megatron.energon.flavors.base_dataset import SavableDataset
 from numpy.typing import NDArray
 
 from length_sort.pool_order import order_pool, pool_seed
@@ -113,6 +117,89 @@ def pooled_order(
         )
         pools.append(pool[order])
     return np.concatenate(pools)
+
+
+@edataclass
+class SyntheticSample(Sample):
+    """An encoded sample without content: a few tokens and the length it stands for."""
+
+    tokens: torch.Tensor
+    total_len: int
+
+
+class SyntheticStream(SavableDataset[SyntheticSample]):
+    """A finite stream of samples of given lengths, each of which costs one call of `encode`."""
+
+    _savable_fields = ("_next_index",)
+
+    def __init__(
+        self,
+        num_tokens: Sequence[int],
+        *,
+        encode: Callable[[], None] = lambda: None,
+        worker_config: WorkerConfig,
+    ) -> None:
+        """Make a stream.
+
+        Args:
+            num_tokens: Length of every sample.
+            encode: What encoding a sample does apart from making it.
+            worker_config: Energon's worker config.
+        """
+        super().__init__(worker_config)
+        self._num_tokens = num_tokens
+        self._encode = encode
+        self._tokens = torch.zeros(16, dtype=torch.int64)
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        self._next_index = 0
+
+    def __iter__(self) -> Iterator[SyntheticSample]:
+        while self._next_index < len(self._num_tokens):
+            index = self._next_index
+            self._next_index += 1
+            yield self._sample(index)
+        self._next_index = 0
+
+    def _sample(self, index: int) -> SyntheticSample:
+        self._encode()
+        return SyntheticSample(
+            __key__=str(index),
+            __restore_key__=(type(self).__name__, index),
+            tokens=self._tokens,
+            total_len=self._num_tokens[index],
+        )
+
+    def can_restore_sample(self) -> bool:
+        return True
+
+    def restore_sample(self, restore_key: tuple[Any, ...]) -> SyntheticSample:
+        return self._sample(restore_key[1])
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        return len(self._num_tokens)
+
+    def worker_has_samples(self) -> bool:
+        return True
+
+    def config(self) -> dict[str, Any]:
+        return {"type": type(self).__qualname__, "num_samples": len(self._num_tokens)}
+
+
+def single_worker() -> WorkerConfig:
+    """Return the config of one rank that loads in its own process."""
+    return WorkerConfig(rank=0, world_size=1, num_workers=0)
+
+
+@contextmanager
+def active_worker(worker_config: WorkerConfig) -> Iterator[None]:
+    """Make a worker the active one, as Energon's loader does around every sample."""
+    worker_config.worker_activate(0)
+    try:
+        yield
+    finally:
+        worker_config.worker_deactivate()
 
 
 def step_efficiency(rank_costs: NDArray[np.float64]) -> float:

@@ -131,9 +131,7 @@ def test_a_flag_stored_elsewhere_is_refused() -> None:
         ({"data_balance": DataBalanceConfig(enabled=True, scope="encoder")}, False),
     ],
 )
-def test_variable_seq_lengths_follows_the_levers(
-    all_levers: None, config: dict[str, object], expected: bool
-) -> None:
+def test_variable_seq_lengths_follows_the_levers(all_levers: None, config: dict[str, object], expected: bool) -> None:
     args = argparse.Namespace(variable_seq_lengths=False)
     apply_to_megatron_args(args, ExtensionConfig(**config))
     assert args.variable_seq_lengths is expected

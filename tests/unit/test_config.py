@@ -61,9 +61,7 @@ def test_configs_are_frozen_and_keyword_only() -> None:
         (ExtensionConfig, {"micro_batch_size": 0}, ["micro_batch_size", "0", "at least 1"]),
     ],
 )
-def test_bad_value_is_refused_with_value_and_remedy(
-    config: type, values: dict[str, object], words: list[str]
-) -> None:
+def test_bad_value_is_refused_with_value_and_remedy(config: type, values: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         config(**values)
     for word in words:
@@ -183,9 +181,7 @@ def test_combinations_that_cannot_work_are_refused(
 
 def test_combinations_that_work(all_levers: None) -> None:
     balance = DataBalanceConfig(enabled=True)
-    ExtensionConfig(
-        length_sort=LengthSortConfig(pool_size=100), data_balance=balance, calculate_per_token_loss=True
-    )
+    ExtensionConfig(length_sort=LengthSortConfig(pool_size=100), data_balance=balance, calculate_per_token_loss=True)
     ExtensionConfig(odb=ODBConfig(token_budget=100), data_balance=balance, calculate_per_token_loss=True)
     ExtensionConfig(data_balance=DataBalanceConfig(enabled=True, scope="encoder"))
     ExtensionConfig(length_sort=LengthSortConfig(pool_size=100), train_samples=1000)
