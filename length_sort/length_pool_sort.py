@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -100,6 +101,8 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
             initial_pool_size=initial_pool_size,
         )
         self._replays: Sequence[int] | None = None
+        #: Called once per process, with this wrapper and the seconds that filling its first pool took.
+        self.on_first_pool: Callable[[LengthPoolSortDataset[Any], float], None] | None = None
         self._length_failures = ErrorContext(
             name=f"LengthPoolSortDataset.{getattr(length_fn, '__qualname__', length_fn)}",
             handler=worker_config.global_error_handler,
@@ -164,7 +167,7 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
             self.dataset.restore_state(state)
             self._start_after_replay(-num_replayed, num_replayed)
             return
-        self._check_state(state)
+        self.check_state(state, self.worker_config.rank_worker_id())
         self.dataset.restore_state(state["datasets"][0])
         self._num_pools = state["num_pools"]
         self._draining = state["draining"]
@@ -214,8 +217,17 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
                 "be lost. Resume with the --odb-* flags it was saved under, or start the data over with --restart-data."
             )
 
-    def _check_state(self, state: FlexState) -> None:
-        expected = {"version": STATE_VERSION, "seed": self.seed, "global_worker": self._global_worker()}
+    def check_state(self, state: FlexState, worker_slot: int) -> None:
+        """Checks that a saved state of this wrapper belongs to the given worker slot of this rank.
+
+        Raises:
+            ValueError: naming what differs, the consequence and the remedy.
+        """
+        expected = {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "global_worker": self._global_worker(worker_slot),
+        }
         differing = {name: (state[name], value) for name, value in expected.items() if state[name] != value}
         if differing:
             what = "; ".join(f"{name}: saved {saved}, now {now}" for name, (saved, now) in differing.items())
@@ -225,10 +237,16 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
                 "ranks), or start the data over with --restart-data."
             )
 
-    def _global_worker(self) -> tuple[int, int]:
+    @staticmethod
+    def has_drained(state: FlexState) -> bool:
+        """Whether a saved state of this wrapper pools nothing and will pool nothing: it passes the stream through."""
+        pooled = state["emitting"] or state["reading"] or state["num_unsaved"] or state["draining"]
+        return not pooled and state["schedule"][0][1]["pool_size"] == 0 and len(state["schedule"]) == 1
+
+    def _global_worker(self, worker_slot: int | None = None) -> tuple[int, int]:
         """(global worker id, number of workers of all ranks): what `energon checkpoint redist` keeps."""
         num_workers = max(self.worker_config.num_workers, 1)
-        slot = self.worker_config.rank_worker_id()
+        slot = self.worker_config.rank_worker_id() if worker_slot is None else worker_slot
         return self.worker_config.rank * num_workers + slot, self.worker_config.world_size * num_workers
 
     def _rule(self) -> PoolRule:
@@ -248,9 +266,7 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
         source: Iterator[T_sample] = iter(self.dataset)
         while True:
             if not self._emitting:
-                self._start_reading()
-                while self._left_to_read() > 0:
-                    self._read(source)
+                self._fill(source)
                 if not self._reading:
                     break
                 self._form_pool()
@@ -274,6 +290,16 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
             self._reading_rule = self._current_schedule()[0][1]
             self._reading_size = self._reading_rule.size_of_pool(self._num_pools) or 1
         return self._reading_rule
+
+    def _fill(self, source: Iterator[T_sample]) -> None:
+        """Reads what the next pool still lacks: all of the first pool, nothing later."""
+        started = time.monotonic()
+        self._start_reading()
+        while self._left_to_read() > 0:
+            self._read(source)
+        if self.on_first_pool is not None:
+            report, self.on_first_pool = self.on_first_pool, None
+            report(self, time.monotonic() - started)
 
     def _left_to_read(self) -> int:
         return 0 if self._draining else self._reading_size + self._num_lost - len(self._reading)
