@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
@@ -35,24 +36,34 @@ class GroupInfo:
     def synchronized(self) -> bool:
         return self.global_samples != UNSYNCHRONIZED
 
+    def figures(self) -> list[int]:
+        """All fields in order, as integers."""
+        return [int(value) for value in astuple(self)]
+
+    @classmethod
+    def from_figures(cls, figures: Sequence[int]) -> GroupInfo:
+        """The inverse of `figures`.
+
+        Raises:
+            ValueError: there is not one figure per field.
+        """
+        names = [each.name for each in fields(cls)]
+        if len(figures) != len(names):
+            raise ValueError(
+                f"{len(figures)} figures of an ODB group instead of {len(names)}: they were not written by GroupInfo, "
+                "or those of several batches were concatenated. Pass those of one batch."
+            )
+        values: dict[str, Any] = dict(zip(names, figures))
+        return cls(**{**values, "idle": bool(values["idle"])})
+
     def to_tensor(self) -> torch.Tensor:
-        """The figures in the order of the fields, int64 [9]: a form that survives pinning and collation."""
-        return torch.tensor([int(value) for value in astuple(self)], dtype=torch.int64)
+        """The figures as int64 [9]: a form that survives pinning and collation."""
+        return torch.tensor(self.figures(), dtype=torch.int64)
 
     @classmethod
     def from_tensor(cls, values: torch.Tensor) -> GroupInfo:
-        """The inverse of `to_tensor`.
-
-        Raises:
-            ValueError: `values` does not hold one entry per field.
-        """
-        if values.numel() != len(fields(cls)):
-            raise ValueError(
-                f"odb_info has {values.numel()} values instead of {len(fields(cls))}: it was not written by "
-                "GroupInfo.to_tensor, or several were concatenated. Pass the tensor of one batch."
-            )
-        *figures, idle = values.flatten().tolist()
-        return cls(*figures, idle=bool(idle))
+        """The inverse of `to_tensor`; ValueError as for `from_figures`."""
+        return cls.from_figures(values.flatten().tolist())
 
 
 @edataclass

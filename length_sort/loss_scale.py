@@ -1,0 +1,60 @@
+"""Weights that make the gradient of unequal ranks equal to that of one rank with all their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from length_sort.odb_group import GroupInfo
+
+IGNORED_LABEL = -100
+
+
+def count_loss_tokens(sample: Any) -> int:
+    """Tokens of a sample that carry loss: `labels` other than -100, else the non-zero entries of `loss_mask`.
+
+    A sample with neither counts all its `tokens`. `sample` is a dataclass, any object with attributes, or a dict.
+
+    Raises:
+        ValueError: the sample has none of the three.
+    """
+    for name, count in (
+        ("labels", lambda labels: _count(labels, IGNORED_LABEL)),
+        ("loss_mask", lambda mask: _count(mask, 0)),
+        ("tokens", len),
+    ):
+        value = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+        if value is not None:
+            return int(count(value))
+    raise ValueError(
+        f"{type(sample).__name__} has none of labels, loss_mask, tokens: the tokens that carry loss cannot be "
+        "counted, and the loss would be weighted wrongly. Pass loss_tokens_fn=."
+    )
+
+
+def _count(values: Any, ignored: int) -> int:
+    different = values != ignored if hasattr(values, "shape") else [value != ignored for value in values]
+    return int(different.sum()) if hasattr(different, "sum") else sum(different)
+
+
+def loss_scale(info: GroupInfo, world_size: int) -> float:
+    """Factor for a rank's mean loss per token when DDP averages gradients over ranks and a step is one group.
+
+    ``local_loss_tokens / global_loss_tokens * world_size``: the mean of the scaled means is then the mean over all
+    tokens of all ranks (equation (4) of the paper, w_r = t_r / T). An idle group weighs 0.
+
+    With several accumulated groups per step this is not exact: divide each group's loss sum by the step's total of
+    global loss tokens instead and multiply by `world_size`, or use Megatron's ``calculate_per_token_loss``, which
+    does the same.
+
+    Raises:
+        ValueError: the ranks are not synchronised, so the global figures are unknown.
+    """
+    if not info.synchronized:
+        raise ValueError(
+            "loss_scale needs global token counts, and the ranks are not synchronised (--odb-sync none): every rank "
+            "would weigh alike, which biases the loss. Train with --calculate-per-token-loss, or use --odb-sync store."
+        )
+    if info.global_loss_tokens == 0:
+        return 0.0  # no rank has a token to learn from in this step
+    return info.local_loss_tokens / info.global_loss_tokens * world_size

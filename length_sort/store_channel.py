@@ -1,0 +1,260 @@
+"""One worker's channel to its peers: idempotent agreements over a TCPStore, with errors that name who is missing."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+
+from length_sort.odb_heartbeat import Heartbeat, HeartbeatWatch
+
+Decide = Callable[[Sequence[Any]], Any]
+"""Makes the outcome of the ranks' reports, [num_ranks]; the same on every rank."""
+
+_DecideByRank = Callable[[Mapping[int, Any]], Any]
+
+
+class ODBSyncError(RuntimeError):
+    """Ranks could not agree. Built from one string, so that it can cross from a data worker to the trainer."""
+
+    def __init__(self, message: str, *, missing_ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing_ranks = tuple(missing_ranks)
+
+
+class Channel(Protocol):
+    """What the rounds of one worker slot need."""
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Compare the settings with those of the other ranks."""
+
+    def agree(self, name: str, report: Any, decide: Decide) -> Any:
+        """Hand in this rank's report; returns what `decide` makes of all ranks' reports. JSON values."""
+
+    def publish(self, name: str, outcome: Any) -> None:
+        """Make the outcome of an agreement of an earlier run known to ranks that stand behind."""
+
+    def progress(self) -> None:
+        """The worker has got on with producing a batch."""
+
+    def rest(self) -> None:
+        """The worker waits for its training process."""
+
+    def close(self) -> None:
+        """Give up the connection."""
+
+
+class LocalChannel:
+    """One rank agrees with itself."""
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        pass
+
+    def agree(self, name: str, report: Any, decide: Decide) -> Any:
+        return decide([report])
+
+    def publish(self, name: str, outcome: Any) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StoreChannel:
+    """Agreements of one worker slot with the same slot on the other ranks.
+
+    Each rank appends its report and raises a counter; the one that completes the count makes the outcome known;
+    all read it. A known outcome is answered at once, whoever made it known, so a rank that replays a round after a
+    resume needs nobody. An agreement's keys are deleted when the next one completes: everyone has read it by then.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, rank: int, world_size: int, slot: int, prefix: str, timeout_s: float
+    ) -> None:
+        """
+        Raises:
+            ODBSyncError: the store cannot be reached.
+        """
+        self._address = f"{host}:{port}"
+        self._rank = rank
+        self._world_size = world_size
+        self._slot = slot
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        # Waiting in slices lets the heartbeat use the connection, and lets this process notice that it is an orphan.
+        self._slice = timedelta(seconds=min(timeout_s / 5, 1.0))
+        self._last_agreed = ""
+        self._replayed: list[str] = []
+        try:
+            self._store = TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            self._fail_unreachable("at its start", error)
+        self._heartbeat = Heartbeat(self._store, self._beat_key(rank), timeout_s=timeout_s)
+        atexit.register(self.close)
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ODBSyncError: a rank has other settings, or does not start within the timeout.
+        """
+        report = {"world_size": self._world_size, **settings}
+        outcome, _ = self._agree("start", report, self._compare, check=self._compare)
+        self._refuse_differences(outcome["value"])
+
+    def agree(self, name: str, report: Any, decide: Decide) -> Any:
+        """
+        Raises:
+            ODBSyncError: a rank that has not reported shows no life for the timeout, or the store is gone.
+        """
+        in_order = range(self._world_size)
+        outcome, completed_here = self._agree(name, report, lambda reports: decide([reports[r] for r in in_order]))
+        if outcome["live"]:
+            # Every rank has reported, so all have read what was agreed before.
+            self._delete(self._replayed)
+            self._replayed = []
+            if completed_here and self._last_agreed:
+                self._delete([self._last_agreed])
+            self._last_agreed = name
+        else:
+            self._replayed.append(name)
+        return outcome["value"]
+
+    def publish(self, name: str, outcome: Any) -> None:
+        self._replayed.append(name)
+        self._guarded(name, lambda: self._store.set(self._key(name, "outcome"), _encode(outcome, live=False)))
+
+    def progress(self) -> None:
+        self._heartbeat.progress()
+
+    def rest(self) -> None:
+        self._heartbeat.rest()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._heartbeat.stop()
+
+    # -- one agreement -----------------------------------------------------------------------------------------
+
+    def _agree(
+        self, name: str, report: Any, decide: _DecideByRank, *, check: _DecideByRank | None = None
+    ) -> tuple[Any, bool]:
+        """The outcome, and whether this rank completed it. `check` sees the reports so far at times while waiting."""
+        self._heartbeat.rest()
+        result = self._guarded(name, lambda: self._report_and_wait(name, report, decide, check))
+        self._heartbeat.progress()
+        return result
+
+    def _report_and_wait(
+        self, name: str, report: Any, decide: _DecideByRank, check: _DecideByRank | None
+    ) -> tuple[Any, bool]:
+        outcome_key = self._key(name, "outcome")
+        completed_here = False
+        if not self._store.check([outcome_key]):
+            # Requests of one connection are served in order: whoever sees the full count sees every report.
+            line = f"{self._rank} {json.dumps(report, separators=(',', ':'))}\n"
+            self._store.append(self._key(name, "reports"), line)  # type: ignore[attr-defined]  # not in the stubs
+            if self._store.add(self._key(name, "count"), 1) == self._world_size:
+                completed_here = True
+                self._store.set(outcome_key, _encode(decide(self._reports(name)), live=True))
+            else:
+                self._wait(name, outcome_key, check)
+        return json.loads(self._store.get(outcome_key)), completed_here
+
+    def _wait(self, name: str, outcome_key: str, check: _DecideByRank | None) -> None:
+        watch = HeartbeatWatch(self._store, timeout_s=self._timeout_s)
+        while True:
+            try:
+                self._store.wait([outcome_key], self._slice)
+                return
+            except DistNetworkError:
+                raise
+            except DistStoreError:  # the slice is over
+                pass
+            if self._heartbeat.orphaned:
+                raise ODBSyncError(f"ODB worker slot {self._slot}: the training process of rank {self._rank} is gone.")
+            reports = self._reports(name)
+            if check is not None:
+                self._refuse_differences(check(reports))
+            missing = [rank for rank in range(self._world_size) if rank not in reports]
+            reasons = watch.silent([self._beat_key(rank) for rank in missing])
+            lost = {rank: reason for rank, reason in zip(missing, reasons) if reason}
+            if lost and not self._store.check([outcome_key]):
+                raise ODBSyncError(
+                    f"ODB worker slot {self._slot}, round {name}: rank {self._rank} waits for missing ranks "
+                    f"{sorted(lost)} ({'; '.join(f'rank {rank}: {reason}' for rank, reason in lost.items())}). Look at "
+                    "their logs for the first error; if they only read slowly, raise --odb-timeout-seconds.",
+                    missing_ranks=sorted(lost),
+                )
+
+    def _reports(self, name: str) -> dict[int, Any]:
+        lines = self._store.get(self._key(name, "reports")).decode().splitlines()
+        return {int(rank): json.loads(report) for rank, report in (line.split(" ", 1) for line in lines)}
+
+    def _compare(self, settings: Mapping[int, Mapping[str, Any]]) -> list[str]:
+        differences = _differences(settings)
+        # Called on an incomplete set while waiting; a count that is full without every rank has one twice.
+        if int(self._store.add(self._key("start", "count"), 0)) >= self._world_size > len(settings):
+            differences.append(f"rank: only {sorted(settings)} of {self._world_size} ranks exist, some of them twice")
+        return differences
+
+    def _refuse_differences(self, differences: Sequence[str]) -> None:
+        if differences:
+            raise ODBSyncError(
+                f"ODB worker slot {self._slot}: the ranks do not run alike ({'; '.join(differences)}). Their "
+                "rounds would not match. Give every rank the same settings and a checkpoint of the same step."
+            )
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            for part in ("outcome", "reports", "count"):
+                self._store.delete_key(self._key(name, part))
+
+    def _guarded(self, name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except DistNetworkError as error:
+            self._fail_unreachable(f"in round {name}", error)
+
+    def _fail_unreachable(self, when: str, error: Exception) -> NoReturn:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ODBSyncError(
+            f"ODB worker slot {self._slot}: rank {self._rank} cannot reach the store at {self._address} {when} "
+            f"({reason}). Its host is a process of rank 0, which is missing or was killed; look at that rank's log, "
+            "and check that its node accepts connections.",
+            missing_ranks=[0],
+        ) from None
+
+    def _key(self, name: str, part: str) -> str:
+        return f"{self._prefix}/{name}/{part}"
+
+    def _beat_key(self, rank: int) -> str:
+        return f"{self._prefix}/beat/{rank}"
+
+
+def _encode(value: Any, *, live: bool) -> str:
+    return json.dumps({"live": live, "value": value}, separators=(",", ":"))
+
+
+def _differences(settings: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """What the ranks' settings differ in, e.g. ``["seed: 1 on ranks [0, 2], 7 on ranks [1]"]``."""
+    names = sorted({name for values in settings.values() for name in values})
+    differing = []
+    for name in names:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, values in sorted(settings.items()):
+            ranks_by_value.setdefault(repr(values.get(name)), []).append(rank)
+        if len(ranks_by_value) > 1:
+            differing.append(f"{name}: " + ", ".join(f"{v} on ranks {r}" for v, r in ranks_by_value.items()))
+    return differing
