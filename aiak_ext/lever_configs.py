@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aiak_ext.options import check_options, int_or_none, option
+from length_sort.grouping import POLICIES, TARGETS
+from length_sort.odb_order import GROUP_ORDERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,8 @@ class LengthSortConfig:
         4 * 1024**3,
         "--length-sort-max-pool-bytes",
         "bytes of samples that a data worker's pool holds; what exceeds them is encoded again at its turn",
-        minimum=1,
-        below="leaves no room for a sample",
+        minimum=0,
+        below="is no number of bytes",
     )
     allow_inexact_resume: bool = option(
         False,
@@ -119,27 +121,27 @@ class ODBConfig:
         "carry_over",
         "--odb-policy",
         "how groups form: by the paper's carried-over threshold, a tight one, or packed to a sum of lengths",
-        choices=("carry_over", "tight", "packed"),
+        choices=POLICIES,
     )
     target: str = option(
         "max",
         "--odb-target",
         "group count that the ranks agree on in a round: the largest, the median or the smallest of theirs",
-        choices=("max", "median", "min"),
+        choices=TARGETS,
     )
     group_order: str = option(
         "aligned",
         "--odb-group-order",
         "order in which a round's groups come out; aligned gives all ranks similar costs at the same step",
-        choices=("aligned", "rank_epoch_random", "rank_window_random", "rank_window_balanced"),
+        choices=GROUP_ORDERS,
     )
     max_deferrals: int | None = option(
         4,
         "--odb-max-deferrals",
         "rounds after which a deferred sample goes first; none = never, the paper's rule",
         parse=int_or_none,
-        minimum=1,
-        below="would force every sample",
+        minimum=0,
+        below="is no number of rounds",
     )
     max_patches: int | None = option(
         None,
@@ -170,7 +172,7 @@ class ODBConfig:
         choices=("store", "none"),
     )
     timeout_seconds: float = option(
-        300.0,
+        600.0,
         "--odb-timeout-seconds",
         "seconds without a sign of life from a missing rank after which waiting for it is an error",
         minimum=1.0,
@@ -214,15 +216,15 @@ class DataBalanceConfig:
     model_config: str | None = option(
         None,
         "--data-balance-model-config",
-        "file with the model's dimensions, from which a sample's cost is derived",
+        "JSON file with the model's dimensions, from which a sample's cost is derived",
         parse=str,
     )
     threshold: float = option(
-        1.02,
+        0.02,
         "--data-balance-threshold",
-        "largest over mean rank cost up to which a step stays as it is",
-        minimum=1.0,
-        below="no step can reach",
+        "share of the heaviest rank's cost that moving has to save, else the step stays as it is",
+        minimum=0.0,
+        below="is no share of a cost",
     )
     tolerance: float = option(
         0.02,
