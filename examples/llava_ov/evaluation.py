@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -11,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import PreTrainedTokenizerBase
 
 from examples.llava_ov.data_loading import build_validation_batches
-from examples.llava_ov.forward_step import LossFunc, forward_losses, totals_over_ranks
+from examples.llava_ov.forward_step import LossFunc, run_model, sum_token_losses, totals_over_ranks
 from examples.llava_ov.micro_batch import MicroBatch
 from examples.llava_ov.samples import LlavaBatch
 
@@ -29,7 +30,8 @@ def evaluate(
     batches = build_validation_batches(args, tokenizer)
 
     def forward_step(data_iterator: Iterator[LlavaBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
-        return forward_losses(chunk, MicroBatch.from_batch(next(data_iterator), device))
+        batch = MicroBatch.from_batch(next(data_iterator), device)
+        return run_model(chunk, batch), partial(sum_token_losses, batch.labels)
 
     for chunk in model:
         chunk.eval()

@@ -62,12 +62,12 @@ class ForwardStep:
             num_token_slots=batch.tokens.numel(),
             cost=self._cost(batch),
         )
-        return forward_losses(model, batch)
+        return run_model(model, batch), partial(_finite_token_losses, batch.labels)
 
 
-def forward_losses(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, LossFunc]:
-    """Run the model's part of this pipeline stage; on the last stage its output is the loss of every token."""
-    output = model(
+def run_model(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Run this pipeline stage's part of the model; on the last stage the result is the loss of every token."""
+    return model(
         images=batch.pixel_values,
         image_grid_thw=batch.image_grid_thw,
         input_ids=batch.tokens,
@@ -76,7 +76,6 @@ def forward_losses(model: torch.nn.Module, batch: MicroBatch) -> tuple[torch.Ten
         labels=batch.labels,
         packed_seq_params=packed_segments(batch.cu_lengths, batch.tokens.shape[1]),
     )
-    return output, partial(sum_token_losses, batch.labels)
 
 
 def sum_token_losses(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -88,14 +87,21 @@ def sum_token_losses(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
     """
     loss_sum = losses.float().sum()
     num_tokens = (labels != IGNORE_INDEX).sum().to(torch.int)
+    return loss_sum, num_tokens, {"loss_sum": loss_sum.detach(), "num_loss_tokens": num_tokens}
+
+
+def _finite_token_losses(
+    labels: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """`sum_token_losses`; a sum that is not finite makes Megatron run the step again, to tell the cause."""
+    loss_sum, num_tokens, report = sum_token_losses(labels, losses)
     get_rerun_state_machine().validate_result(
-        result=loss_sum.detach(),
+        result=report["loss_sum"],
         rejection_func=lambda value: not torch.isfinite(value),
         message="the loss is not finite",
-        tolerance=0.0,
         fatal=True,
     )
-    return loss_sum, num_tokens, {"loss_sum": loss_sum.detach(), "num_loss_tokens": num_tokens}
+    return loss_sum, num_tokens, report
 
 
 def totals_over_ranks(
