@@ -62,6 +62,11 @@ class BuildConfig:
             raise ValueError(f"num_samples={self.num_samples} leaves a split empty; use 2 or more")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction={self.val_fraction} leaves a split empty; use a value between 0 and 1")
+        if not 0 < self.mean_length <= self.max_length:
+            raise ValueError(
+                f"mean_length={self.mean_length} and max_length={self.max_length} fit no length distribution; "
+                "0 < mean_length <= max_length is needed"
+            )
 
 
 def build(output: Path, config: BuildConfig) -> LengthStats:
@@ -86,11 +91,11 @@ def build(output: Path, config: BuildConfig) -> LengthStats:
     samples, tokenizer = _compose(config)
     tokenizer.save_pretrained(partial / TOKENIZER_FOLDER)
     stats = _measure(samples, tokenizer, config)
-    num_val = max(1, round(len(samples) * config.val_fraction))
+    num_val = min(max(1, round(len(samples) * config.val_fraction)), len(samples) - 1)
     names = list(samples)
     _write_shards(partial, "val", {name: samples[name] for name in names[:num_val]}, config)
     _write_shards(partial, "train", {name: samples[name] for name in names[num_val:]}, config)
-    _prepare(partial)
+    prepare(partial)
     info = {"settings": settings, "lengths": asdict(stats)}
     (partial / INFO_FILE).write_text(json.dumps(info, indent=2) + "\n")
     partial.rename(output)
@@ -106,6 +111,7 @@ def _reuse(output: Path, settings: dict[str, object]) -> LengthStats:
     if info["settings"] != settings:
         differing = sorted(key for key in settings if settings[key] != info["settings"].get(key))
         raise ValueError(f"{output} was built with another {', '.join(differing)}; choose another folder or remove it")
+    click.echo(f"{output} was built with these settings before and is used again; remove it to build anew")
     return LengthStats(**info["lengths"])
 
 
@@ -164,12 +170,10 @@ def _write_shards(folder: Path, split: str, samples: dict[str, RawSample], confi
             names = _media_names(sample)
             content = {"messages": sample.messages, "media": names}
             parts = dict(zip(names, (data for _, data in sample.images)))
-            # A dot in the key would be read as the start of the part's name.
-            key = name.replace(".", "_")
-            shards.write({"__key__": key, "json": json.dumps(content).encode(), **parts})
+            shards.write({"__key__": name, "json": json.dumps(content).encode(), **parts})
 
 
-def _prepare(folder: Path) -> None:
+def prepare(folder: Path) -> None:
     """Runs `energon prepare` without questions: indexes the shards, names the splits and the sample type."""
     arguments = [str(folder), "--non-interactive", "--no-progress", "--num-workers", "1"]
     arguments += ["--split-parts", r"train:train-.*\.tar", "--split-parts", r"val:val-.*\.tar"]

@@ -18,10 +18,9 @@ PIXELS_PER_TOKEN = 28 * 28
 #: Fewest visual tokens of a picture (`ImageConfig.min_pixels`).
 MIN_VISUAL_TOKENS = 4
 
-KINDS = ("caption", "chat", "page", "text")
-#: Share of each kind among samples up to so many times the mean length. As in the standard mix short samples
-#: are mostly captions, the longest ones pages and text, a quarter is without image, and half of all tokens
-#: are visual.
+#: Shares of captions, chats, pages and texts among samples of up to so many times the mean length. As in the
+#: standard mix short samples are mostly captions, the longest ones pages and text, a quarter is without image,
+#: and nearly half of all tokens are visual.
 KIND_WEIGHTS = (
     (0.35, (0.50, 0.10, 0.00, 0.40)),
     (1.00, (0.60, 0.25, 0.00, 0.15)),
@@ -31,6 +30,11 @@ KIND_WEIGHTS = (
 #: Share of text in chats about photos (at most) and in pages.
 CHAT_TEXT_SHARE = 0.35
 PAGE_TEXT_SHARE = 0.3
+
+#: What a request to quote takes, with the marks of both turns.
+QUESTION_TOKENS = 22
+#: Passages to choose from; more come nearer to the wanted length.
+NUM_DRAWS = 12
 
 CAPTION_PROMPTS = ("Describe the picture.", "What is this?", "Give a caption.")
 DETAIL_PROMPTS = ("Describe the picture in detail.", "What can you see here?")
@@ -74,8 +78,8 @@ class SampleWriter:
     def write(self, num_tokens: int, rng: random.Random) -> RawSample:
         """A sample of about `num_tokens` tokens, visual tokens included, of a kind that fits the length."""
         weights = next(w for bound, w in KIND_WEIGHTS if num_tokens <= bound * self._mean_length)
-        kind = rng.choices(KINDS, weights)[0]
-        return getattr(self, f"_write_{kind}")(num_tokens, rng)
+        writers = (self._write_caption, self._write_chat, self._write_page, self._write_text)
+        return rng.choices(writers, weights)[0](num_tokens, rng)
 
     def _write_caption(self, num_tokens: int, rng: random.Random) -> RawSample:
         photo = rng.choice(PHOTOS)
@@ -123,8 +127,7 @@ class SampleWriter:
         num_turns = rng.randint(1, 4) if num_tokens > self._mean_length else 1
         sample = RawSample()
         for turns_left in range(num_turns, 0, -1):
-            # A question takes about as much as the shortest answer that is worth a turn.
-            budget = (num_tokens - self._count(sample)) // turns_left - 22
+            budget = (num_tokens - self._count(sample)) // turns_left - QUESTION_TOKENS
             document, first_line, lines = self._quote(budget, rng)
             sample.add_turn(f"Quote {document.title} from line {first_line + 1}.", "\n".join(lines))
         return sample
@@ -132,7 +135,7 @@ class SampleWriter:
     def _quote(self, num_tokens: int, rng: random.Random) -> tuple[Document, int, list[str]]:
         """(document, first line, lines) of a passage of about `num_tokens` tokens, the best of some draws."""
         best, best_miss = (0, 0, 1), float("inf")
-        for _ in range(12):
+        for _ in range(NUM_DRAWS):
             index = rng.randrange(len(self._documents))
             costs = self._line_tokens[index]
             first = rng.randrange(len(costs)) if rng.random() < 0.5 else 0

@@ -46,7 +46,6 @@ MODULES = (
     "textwrap",
     "threading",
     "timeit",
-    "typing",
     "uuid",
     "weakref",
     "zipfile",

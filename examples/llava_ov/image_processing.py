@@ -131,18 +131,19 @@ def load_rgb(data: bytes) -> Image.Image:
         ValueError: The file cannot be decoded completely, or cannot be shown as one RGB picture.
     """
     try:
-        image = Image.open(io.BytesIO(data))
+        file = Image.open(io.BytesIO(data))
+        num_frames = getattr(file, "n_frames", 1)
+        image = ImageOps.exif_transpose(file)
         image.load()
     except DECODE_ERRORS as error:
         raise ValueError(f"image file of {len(data)} bytes cannot be decoded: {error}") from error
     # A phone's MPO file is a JPEG with previews behind it; any other file of several frames is a video.
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-        raise ValueError(f"{image.format} file has {image.n_frames} frames; pass a video as a list of frames")
-    image = ImageOps.exif_transpose(image)
+    if num_frames > 1 and file.format != "MPO":
+        raise ValueError(f"{file.format} file has {num_frames} frames; pass a video as a list of frames")
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError(f"{image.format} file has mode {image.mode}, whose value range is unknown; store 8 or 16 bits")
+        raise ValueError(f"pixels of mode {image.mode} have no known range; store the picture with 8 or 16 bits")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         canvas = Image.new("RGBA", image.size, "white")

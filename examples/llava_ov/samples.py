@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from megatron.energon import Batch, Sample
 from megatron.energon.edataclass import edataclass
 
 
-@edataclass
+@dataclass(kw_only=True)
 class Conversation:
     """Messages and the media that their `<image>` and `<video>` placeholders stand for, in order."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from examples.llava_ov.demo_samples import RawSample
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+TEXT_SUFFIXES = (".json", ".txt")
 CAPTION_PROMPT = "Describe the picture."
 #: Speaker names of ShareGPT files.
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -31,12 +32,15 @@ def read_folder(folder: Path) -> dict[str, RawSample]:
     images: dict[str, Path] = {}
     texts: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        kind = images if path.suffix.lower() in IMAGE_SUFFIXES else texts
-        if kind is texts and path.suffix not in (".json", ".txt"):
+        suffix = path.suffix.lower()
+        if suffix not in (*IMAGE_SUFFIXES, *TEXT_SUFFIXES):
             continue
-        if path.stem in kind:
-            raise ValueError(f"{kind[path.stem].name} and {path.name} have one name; rename or remove one of them")
-        kind[path.stem] = path
+        found = images if suffix in IMAGE_SUFFIXES else texts
+        # WebDataset reads a dot in a key as the start of the part's name.
+        name = path.stem.replace(".", "_")
+        if name in found:
+            raise ValueError(f"{found[name].name} and {path.name} have one name; rename or remove one of them")
+        found[name] = path
     without_text = [path.name for name, path in images.items() if name not in texts]
     if without_text:
         raise ValueError(f"no .json or .txt beside {', '.join(without_text[:5])}; write one or remove the picture")
@@ -48,21 +52,23 @@ def read_folder(folder: Path) -> dict[str, RawSample]:
 def _read_sample(path: Path, image: Path | None) -> RawSample:
     text = path.read_text(encoding="utf-8")
     try:
-        messages = _to_messages(json.loads(text) if path.suffix == ".json" else {"caption": text.strip()})
+        content = json.loads(text) if path.suffix.lower() == ".json" else {"caption": text.strip()}
+        messages = _to_messages(content)
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error}); it must hold messages, conversations, "
             "caption or captions"
         ) from error
-    sample = RawSample(messages=messages)
-    if image is not None:
-        sample.images.append((image.suffix[1:].lower(), image.read_bytes()))
-        if not any("<image>" in content for content in sample.texts()):
-            question = next(message for message in messages if message["role"] == "user")
-            question["content"] = "<image>\n" + question["content"]
-    elif messages[0]["content"] == CAPTION_PROMPT:
-        raise ValueError(f"{path} is a description without a picture; add {path.stem}.jpg or write a conversation")
-    return sample
+    questions = [message for message in messages if message["role"] == "user"]
+    if not questions:
+        raise ValueError(f"{path} holds no question; a conversation needs a turn of the user")
+    if image is None:
+        if "messages" not in content and "conversations" not in content:
+            raise ValueError(f"{path} describes a picture that is not there; add {path.stem}.jpg")
+        return RawSample(messages=messages)
+    if not any("<image>" in question["content"] for question in questions):
+        questions[0]["content"] = "<image>\n" + questions[0]["content"]
+    return RawSample(messages=messages, images=[(image.suffix[1:].lower(), image.read_bytes())])
 
 
 def _to_messages(content: dict[str, Any]) -> list[dict[str, str]]:
