@@ -126,6 +126,10 @@ def install() -> bool:
     global _installed
     if torch.cuda.is_available() or _installed:
         return _installed
+    with torch.device("cpu"):
+        # Device contexts note at their first use which functions they govern; that must be the original ones, or
+        # `with torch.device("meta")` has no effect any more.
+        torch.empty(0)
     _patch_cuda_namespace()
     _patch_tensor_methods()
     _replace(torch, **{factory.__name__: _device_to_cpu(factory) for factory in _FACTORIES})

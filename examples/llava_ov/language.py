@@ -39,7 +39,7 @@ def language_transformer_config(config: LlavaOnevisionConfig) -> TransformerConf
         pipeline_dtype=runtime.params_dtype,
         params_dtype=runtime.params_dtype,
         bf16=runtime.params_dtype == torch.bfloat16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=True,
         recompute_granularity=runtime.recompute_granularity,
         recompute_method=runtime.recompute_method,
         recompute_num_layers=runtime.recompute_num_layers,

@@ -187,7 +187,8 @@ def build_model(
 ) -> LlavaOnevision:
     """The model, or one pipeline stage of it, with weights that depend on `config.runtime.seed` alone.
 
-    Needs Megatron's parallel state (`initialize_model_parallel`) with the layout of `config.runtime`.
+    Needs Megatron's parallel state (`initialize_model_parallel`) with the layout of `config.runtime`. The model is
+    built on the CPU; move it with ``.cuda()``.
 
     Args:
         config: Model and runtime.

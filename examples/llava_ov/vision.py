@@ -39,7 +39,7 @@ def vision_transformer_config(config: LlavaOnevisionConfig) -> TransformerConfig
         tensor_model_parallel_size=runtime.tensor_model_parallel_size,
         params_dtype=runtime.params_dtype,
         bf16=runtime.params_dtype == torch.bfloat16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=True,
         recompute_granularity=runtime.recompute_granularity,
         recompute_method=runtime.recompute_method,
         recompute_num_layers=runtime.recompute_num_layers,
@@ -103,14 +103,18 @@ class RiceViT(MegatronModule):
         self.decoder = TransformerBlock(
             config, TransformerBlockSubmodules(layer_specs=[layer] * vision.num_layers), post_layer_norm=False
         )
+        # Not a buffer: a module cast to bf16 would round the positions.
         exponents = torch.arange(0, vision.kv_channels // 2, 2, dtype=torch.float32) / (vision.kv_channels // 2)
-        self.register_buffer("inv_freq", vision.rotary_base**-exponents, persistent=False)
+        self.inv_freq = vision.rotary_base**-exponents
 
     def rotary_angles(self, grids: list[list[int]]) -> Tensor:
-        """Angles of all patches, float32 [patches, kv_channels/2]: first half for the row, second for the column."""
+        """Angles of all patches, float32 [patches, kv_channels/2]: first half for the row, second for the column.
+
+        On the CPU, like the grids that they are made from.
+        """
         merge = self.spatial_merge_size
         positions = torch.cat([patch_positions(h, w, merge).repeat(t, 1) for t, h, w in grids])
-        return (positions.to(self.inv_freq.device)[..., None] * self.inv_freq).flatten(1)
+        return (positions[..., None] * self.inv_freq).flatten(1)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
         """Encode one or more images; see the class.
@@ -126,7 +130,7 @@ class RiceViT(MegatronModule):
         hidden = self.pre_layernorm(with_class_rows(patches, self.class_embedding[None], frame_lengths))
         # Each tensor-parallel rank turns its own heads by these angles: the learned one's gradient is their sum.
         class_angles = copy_to_tensor_model_parallel_region(self.class_pos_emb)
-        angles = with_class_rows(self.rotary_angles(grids), class_angles, frame_lengths)
+        angles = with_class_rows(self.rotary_angles(grids).to(hidden.device), class_angles, frame_lengths)
 
         # On the CPU on purpose: every layer reads the boundaries as Python numbers.
         segment_lengths = [length + 1 for length in frame_lengths]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,9 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     tied: bool = False
+    trained: bool = False
+    """Train some steps as well."""
+    distributed_optimizer: bool = False
     runtime: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -38,19 +41,21 @@ class Layout:
 
 
 LAYOUTS = {
-    "dp2": Layout(),
-    "pp2": Layout(pp=2),
+    "dp2": Layout(trained=True),
+    "dp2_distributed_optimizer": Layout(trained=True, distributed_optimizer=True),
+    "pp2": Layout(pp=2, trained=True),
     "pp2_tied": Layout(pp=2, tied=True),
     "pp2_vpp2": Layout(pp=2, vpp=2),
     "pp2_recompute": Layout(pp=2, runtime=RECOMPUTE),
     "tp2": Layout(tp=2),
-    "tp2_sequence_parallel": Layout(tp=2, runtime={"sequence_parallel": True}),
+    "tp2_sequence_parallel": Layout(tp=2, trained=True, runtime={"sequence_parallel": True}),
     "tp2_sequence_parallel_recompute": Layout(tp=2, runtime={"sequence_parallel": True, **RECOMPUTE}),
     "dp2_pp2": Layout(world=4, pp=2),
     "dp2_tp2": Layout(world=4, tp=2),
     "pp4": Layout(world=4, pp=4),
     "tp2_pp2_tied_sequence_parallel": Layout(world=4, tp=2, pp=2, tied=True, runtime={"sequence_parallel": True}),
 }
+TRAINABLE = ("all", "adapter", "vision_model")
 VOCAB_SIZE, IMAGE_TOKEN = 300, 7
 
 
@@ -77,7 +82,7 @@ def micro_batch(
     }
 
 
-def micro_batches() -> list[dict]:
+def micro_batches() -> list[dict[str, Any]]:
     """Four micro batches of different shapes: one image; text only; padded with two images and none; packed video."""
     return [
         micro_batch(0, [[[1, 4, 6]]], [24]),
@@ -87,7 +92,7 @@ def micro_batches() -> list[dict]:
     ]
 
 
-def losses_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+def losses_of(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     from examples.llava_ov.model import packed_segments
 
     batch = dict(batch)
@@ -95,7 +100,7 @@ def losses_of(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     return model(**batch, position_ids=None, attention_mask=None, packed_seq_params=packed)
 
 
-def reference(config: Any, batches: list[dict]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(config: Any, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Loss sums per micro batch, and gradients of the mean loss per token, of a model on one rank."""
     from examples.llava_ov.model import build_model
 
@@ -108,34 +113,45 @@ def reference(config: Any, batches: list[dict]) -> tuple[list[float], dict[str, 
     return [float(loss) for loss in losses], gradients
 
 
-def megatron_step(config: Any, batches: list[dict]) -> tuple[list[float], list[torch.nn.Module]]:
-    """Forward and backward of one optimizer step by Megatron's schedule and DDP; this rank's loss sums (last stage)."""
+def wrapped_chunks(
+    config: Any, trainable: Sequence[str] = ("all",), distributed_optimizer: bool = False
+) -> list[torch.nn.Module]:
+    """This rank's model chunks in Megatron's DDP."""
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from examples.llava_ov.model import build_model
+    from examples.llava_ov.model import build_model, set_trainable_modules
 
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
+    )
     chunks = []
     for chunk in range(config.runtime.virtual_pipeline_model_parallel_size or 1):
         vp_stage = chunk if config.runtime.virtual_pipeline_model_parallel_size else None
         first = ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         model = build_model(config, pre_process=first, post_process=last, vp_stage=vp_stage)
+        set_trainable_modules(model, trainable)
+        model.config.finalize_model_grads_func = finalize_model_grads
         chunks.append(DistributedDataParallel(model.config, ddp_config, model))
+    return chunks
+
+
+def forward_backward(chunks: list[torch.nn.Module], batches: list[dict[str, Any]]) -> list[float]:
+    """One step's forward and backward by Megatron's schedule; this rank's loss sums (last stage)."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     for chunk in chunks:
-        chunk.config.finalize_model_grads_func = finalize_model_grads
         chunk.zero_grad_buffer()
 
     def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)
 
-        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
             num_tokens = (batch["labels"] >= 0).sum().to(torch.int)
             return losses.sum(), num_tokens, {"loss": float(losses.sum())}
 
@@ -146,11 +162,30 @@ def megatron_step(config: Any, batches: list[dict]) -> tuple[list[float], list[t
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=chunks,
         num_microbatches=len(batches),
-        seq_length=config.language.max_sequence_length,
+        seq_length=max(batch["input_ids"].shape[1] for batch in batches),
         micro_batch_size=1,
         forward_only=False,
     )
-    return [report["loss"] for report in reports], chunks
+    return [report["loss"] for report in reports]
+
+
+def grad_norms(config: Any, batches: list[dict[str, Any]], trainable: str, distributed_optimizer: bool) -> list[float]:
+    """Gradient norms of two steps of Megatron's optimizer with clipping, float32."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    chunks = wrapped_chunks(config, [trainable], distributed_optimizer)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0, use_distributed_optimizer=distributed_optimizer),
+        chunks,
+    )
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        forward_backward(chunks, batches)
+        successful, norm, _ = optimizer.step()
+        assert successful
+        norms.append(float(norm))
+    return norms
 
 
 def largest_gradient_error(chunks: list[torch.nn.Module], gradients: dict[str, torch.Tensor]) -> tuple[float, set[str]]:
@@ -173,8 +208,26 @@ def largest_gradient_error(chunks: list[torch.nn.Module], gradients: dict[str, t
     return worst, names
 
 
-def run_layouts(rank: int, world_size: int) -> dict[str, tuple[float, float, list[str]]]:
-    """Layout -> (largest relative loss error, largest relative gradient error, parameters compared) on this rank."""
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One layout against one rank: largest relative errors on this process, and the parameters compared."""
+
+    loss_error: float
+    gradient_error: float
+    names: set[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankResult:
+    comparisons: dict[str, Comparison]
+    parameters: set[str]
+    """All parameters of the one-rank model."""
+    norms: dict[tuple[str, str], list[float]]
+    """(layout, trainable module) -> gradient norms of the steps trained."""
+
+
+def run_layouts(rank: int, world_size: int) -> RankResult:
+    """Run all layouts of this world size."""
     from examples.llava_ov import cpu_shim
 
     cpu_shim.install()
@@ -190,7 +243,7 @@ def run_layouts(rank: int, world_size: int) -> dict[str, tuple[float, float, lis
     references = {False: reference(base, batches), True: reference(tied, batches)}
     ps.destroy_model_parallel()
 
-    results = {}
+    results, norms = {}, {}
     for name, layout in LAYOUTS.items():
         if layout.world != world_size:
             continue
@@ -203,20 +256,24 @@ def run_layouts(rank: int, world_size: int) -> dict[str, tuple[float, float, lis
         expected_losses, gradients = references[layout.tied]
         ps.initialize_model_parallel(layout.tp, layout.pp, layout.vpp)
         mine = slice(ps.get_data_parallel_rank(), None, ps.get_data_parallel_world_size())
-        losses, chunks = megatron_step(config, batches[mine])
+        chunks = wrapped_chunks(config)
+        losses = forward_backward(chunks, batches[mine])
         loss_error = max(
             (abs(loss - expected) / expected for loss, expected in zip(losses, expected_losses[mine])), default=0.0
         )
         gradient_error, names = largest_gradient_error(chunks, gradients)
-        results[name] = (loss_error, gradient_error, sorted(names))
+        results[name] = Comparison(loss_error, gradient_error, names)
         assert bool(losses) == ps.is_pipeline_last_stage(ignore_virtual=True)
+        if layout.trained:
+            config = config.with_runtime(params_dtype=torch.float32)
+            for trainable in TRAINABLE:
+                norms[name, trainable] = grad_norms(config, batches[mine], trainable, layout.distributed_optimizer)
         ps.destroy_model_parallel()
-    results["all parameters"] = (0.0, 0.0, sorted(references[False][1]))
-    return results
+    return RankResult(results, set(references[False][1]), norms)
 
 
 @pytest.fixture(scope="module")
-def results_of() -> Callable[[int], list[dict[str, tuple[float, float, list[str]]]]]:
+def results_of() -> Callable[[int], list[RankResult]]:
     """World size -> every rank's results; each world size is launched once."""
     return functools.cache(lambda world_size: run_ranks(run_layouts, world_size, timeout_s=180))
 
@@ -225,14 +282,23 @@ def results_of() -> Callable[[int], list[dict[str, tuple[float, float, list[str]
     "name",
     [pytest.param(name, marks=pytest.mark.slow if layout.world > 2 else ()) for name, layout in LAYOUTS.items()],
 )
-def test_layout_equals_one_rank(results_of: Callable[[int], list[dict]], name: str) -> None:
+def test_layout_equals_one_rank(results_of: Callable[[int], list[RankResult]], name: str) -> None:
     layout = LAYOUTS[name]
     results = results_of(layout.world)
-    compared: set[str] = set()
     for rank, result in enumerate(results):
-        loss_error, gradient_error, names = result[name]
-        assert loss_error <= layout.tolerance, f"rank {rank}: losses differ by {loss_error}"
-        assert gradient_error <= layout.tolerance, f"rank {rank}: gradients differ by {gradient_error}"
-        compared |= set(names)
-    missing = set(results[0]["all parameters"][2]) - compared
+        comparison = result.comparisons[name]
+        assert comparison.loss_error <= layout.tolerance, f"losses differ on rank {rank}"
+        assert comparison.gradient_error <= layout.tolerance, f"gradients differ on rank {rank}"
+    compared = set.union(*(result.comparisons[name].names for result in results))
+    missing = results[0].parameters - compared
     assert missing == ({"language_model.output_layer.weight"} if layout.tied else set())
+
+
+@pytest.mark.parametrize("trainable", TRAINABLE)
+def test_training_agrees_across_layouts(results_of: Callable[[int], list[RankResult]], trainable: str) -> None:
+    """Clipping, both optimizers and frozen parts, also where a stage or rank has nothing to train; float32."""
+    for result in results_of(2):
+        norms = {layout: norms for (layout, name), norms in result.norms.items() if name == trainable}
+        assert len(norms) == 4
+        for layout, values in norms.items():
+            assert values == pytest.approx(norms["dp2"], rel=1e-4), layout
