@@ -183,9 +183,7 @@ class StepRecorder:
     def end_step(self, scalars: Mapping[str, float] | None = None) -> None:
         """Finish the step; every `log_interval` steps a collective call over the group."""
         if self._started_at is None:
-            raise ValueError(
-                "end_step() without start_step(): there is no step to time. Call start_step() first."
-            )
+            raise ValueError("end_step() without start_step(): there is no step to time. Call start_step() first.")
         grad_sync_wait_s = self._grad_sync_timer.pop_seconds()  # first: on CUDA it waits for the stream
         record = replace(
             self._current,

@@ -1,0 +1,42 @@
+"""Arguments of the example: Megatron's names, the extension's flags beside them, mistakes named."""
+
+from __future__ import annotations
+
+import pytest
+
+import aiak_ext
+from examples.llava_ov.arguments import num_microbatches, parse_train_args
+
+BASE = ["--data-path", "data", "--train-iters", "10"]
+
+
+def test_extension_flags_are_there_and_the_loss_is_per_token():
+    args = parse_train_args([*BASE, "--length-sort-pool-size", "10", "--micro-batch-size", "4"])
+    config = aiak_ext.ExtensionConfig.from_args(args)
+    assert config.length_sort.pool_size == 12  # whole micro batches
+    assert config.length_sort.shuffle_block == 4
+    assert config.calculate_per_token_loss
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-path", "data"], "training would never end"),
+        ([*BASE, "--micro-batch-size", "0"], "--micro-batch-size is 0"),
+        ([*BASE, "--sample-quota", "-1"], "--sample-quota is -1"),
+        ([*BASE, "--exit-interval", "0"], "--exit-interval is 0"),
+        ([*BASE, "--lr-warmup-fraction", "1"], "--lr-warmup-fraction is 1.0"),
+        ([*BASE, "--lr", "1e-6", "--min-lr", "1e-5"], "--min-lr 1e-05 is above --lr 1e-06"),
+    ],
+)
+def test_mistakes_are_named(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_train_args(flags)
+
+
+def test_micro_batches_per_step():
+    args = parse_train_args([*BASE, "--micro-batch-size", "2", "--global-batch-size", "24"])
+    assert num_microbatches(args, data_parallel_size=4) == 3
+    assert num_microbatches(parse_train_args(BASE), data_parallel_size=4) == 1
+    with pytest.raises(ValueError, match="not a multiple of micro batch size 2 x data-parallel size 5"):
+        num_microbatches(args, data_parallel_size=5)
