@@ -132,9 +132,9 @@ def main(pool_size: int, num_pools: int, encode_ms: float, repeats: int, output:
     """Claim: with read-ahead the largest gap between two emitted samples stays within 3 x the median, where
     collecting a pool before emitting it stops for a pool's worth of encodes.
 
-    Runs both over the same stream with the garbage collector off, with Energon's default of a collection every 10
-    batches, and with aiak_ext's of one per pool. Times are processor time of the one thread; of the repeats, the one with the median
-    largest gap is shown.
+    Runs both over the same stream with the garbage collector off, with Energon's default of a collection every
+    10 batches, and with aiak_ext's of one per pool. Times are processor time of the one thread; of the repeats,
+    the one with the median largest gap is shown.
     """
     data = load_lengths()
     click.echo(data.describe())
