@@ -141,7 +141,7 @@ class LlavaOnevision(MegatronModule):
             packed_seq_params=packed_seq_params,
         )
         if self.post_process and labels is not None:
-            return output * (labels != IGNORE_INDEX)
+            return output.masked_fill(labels == IGNORE_INDEX, 0.0)
         return output
 
     def _encode(self, images: Tensor | None, image_grid_thw: Tensor | None) -> Tensor:

@@ -264,6 +264,9 @@ def run_layouts(rank: int, world_size: int) -> RankResult:
         gradient_error, names = largest_gradient_error(chunks, gradients)
         results[name] = Comparison(loss_error, gradient_error, names)
         assert bool(losses) == ps.is_pipeline_last_stage(ignore_virtual=True)
+        if layout.tp > 1 and config.runtime.sequence_parallel and layout.pp == 1:
+            with pytest.raises(ValueError, match="sequence length 15 does not divide by the tensor-parallel size 2"):
+                losses_of(chunks[0].module, micro_batch(9, [[]], [15]))
         if layout.trained:
             config = config.with_runtime(params_dtype=torch.float32)
             for trainable in TRAINABLE:
