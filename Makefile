@@ -23,6 +23,9 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
 	@echo "== installing aiak-ext with its demo, test and bench extras"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,test,bench]'
+	@echo "== installing the oldest supported Energon beside it, for the compatibility test"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/energon-7.2.2 \
+		megatron-energon==7.2.2 multi-storage-client==0.25.0
 	@touch $(STAMP)
 
 demo: $(STAMP)

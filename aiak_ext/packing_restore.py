@@ -6,9 +6,10 @@ import inspect
 from types import MethodType
 from typing import Any
 
-from megatron.energon.errors import handle_restore_errors
 from megatron.energon.flavors.base_dataset import add_sample_restore_key, set_sample_restore_key
 from megatron.energon.wrappers import PackingDataset
+
+from length_sort.sample_errors import restore_errors
 
 
 def mend_restore_with_postencode(packer: PackingDataset[Any, Any, Any]) -> None:
@@ -26,7 +27,7 @@ def _restore_pack(self: PackingDataset[Any, Any, Any], restore_key: Any) -> Any:
     name, pack_index, *sample_keys = restore_key
     assert name == type(self).__name__
     pack = [_restore_encoded(self, sample_key) for sample_key in sample_keys]
-    with handle_restore_errors(self.worker_config.restore_error_handler, pack):
+    with restore_errors(self.worker_config, pack):
         with self._final_packing_sample_index.ctx(pack_index):
             packed = self.final_packer(pack)
         return set_sample_restore_key(packed, pack_index, *sample_keys, src=self)
@@ -36,7 +37,7 @@ def _restore_encoded(self: PackingDataset[Any, Any, Any], restore_key: Any) -> A
     name, sample_index, *inner_key = restore_key
     assert name == type(self).__name__
     sample = self.dataset.restore_sample(tuple(inner_key))
-    with handle_restore_errors(self.worker_config.restore_error_handler, sample):
+    with restore_errors(self.worker_config, sample):
         with self._sample_encoder_sample_index.ctx(sample_index):
             encoded = self.sample_encoder(sample)
         return add_sample_restore_key(encoded, sample_index, src=self)

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from megatron.energon.errors import ErrorContext
 from megatron.energon.flavors.base_dataset import FlexState, SavableDataset
 from megatron.energon.worker import WorkerConfig
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from length_sort.pool_buffer import PoolBuffer, PooledSample, pooled_state, restored_pool
 from length_sort.pool_order import PoolRule, read_ahead_count
+from length_sort.sample_errors import SampleErrors
 from length_sort.sample_length import is_packed, sample_length
 
 T_sample = TypeVar("T_sample")
@@ -103,9 +103,9 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
         self._replays: Sequence[int] | None = None
         #: Called once per process, with this wrapper and the seconds that filling its first pool took.
         self.on_first_pool: Callable[[LengthPoolSortDataset[Any], float], None] | None = None
-        self._length_failures = ErrorContext(
-            name=f"LengthPoolSortDataset.{getattr(length_fn, '__qualname__', length_fn)}",
-            handler=worker_config.global_error_handler,
+        self._length_errors = SampleErrors(
+            f"LengthPoolSortDataset.{getattr(length_fn, '__qualname__', length_fn)}",
+            worker_config,
             tolerance=failure_tolerance,
         )
         self.reset_state_own()
@@ -313,7 +313,7 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
         except StopIteration:
             self._draining = True
             return
-        with self._length_failures.handle_errors(sample):
+        with self._length_errors.guard(sample):
             length = _plain_number(self.length_fn(sample))
             self._reading.append(self._buffer.put(sample, length, packed=is_packed(sample)))
 

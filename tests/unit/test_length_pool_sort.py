@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.energon import WorkerConfig
 
 from length_sort import LengthPoolSortDataset
 from length_sort.pool_order import order_pool, pool_seed
@@ -291,6 +292,8 @@ def test_inexact_resume_says_how_many_samples_are_lost(caplog):
 
 
 def test_samples_without_a_length_go_to_energons_handler():
+    if not hasattr(WorkerConfig, "global_error_handler"):
+        pytest.skip("Energon 7.2 has no error handler of the user's: failing samples are printed")
     failures = []
     config = single_worker()
     config.global_error_handler = lambda error, sample, sources: failures.append((type(error), sample.__key__))
@@ -303,10 +306,8 @@ def test_samples_without_a_length_go_to_energons_handler():
 def test_a_stream_of_bad_samples_stops_the_run():
     from megatron.energon.errors import FatalSampleError
 
-    config = single_worker()
-    config.global_error_handler = lambda error, sample, sources: None
     with pytest.raises(FatalSampleError, match="3 times in a row"):
-        drain(_wrapper([0] * 10, worker_config=config, failure_tolerance=3))
+        drain(_wrapper([0] * 10, failure_tolerance=3))
 
 
 @pytest.mark.parametrize("num_lost", [1, 3])
@@ -384,14 +385,11 @@ def test_wrong_sizes_name_value_and_remedy(options, message):
         _wrapper(**options)
 
 
-def test_sorts_by_any_number():
+def test_sorts_by_any_number(capfd):
     costs = drain(_wrapper(length_fn=lambda sample: np.float32(1 / sample.total_len), pool_size=60))
     assert [_index(sample) for sample in costs] == _expected([1 / length for length in LENGTHS], 60)
-    handled = []
-    config = single_worker()
-    config.global_error_handler = lambda error, sample, sources: handled.append(str(error))
-    drain(_wrapper([1], length_fn=lambda sample: float("nan"), worker_config=config))
-    assert "length_fn returned nan" in handled[0]
+    assert drain(_wrapper([1], length_fn=lambda sample: float("nan"))) == []
+    assert "length_fn returned nan" in capfd.readouterr().err
 
 
 def test_iterating_again_goes_on_where_it_was():
