@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_example_runs_and_sorts(text_dataset: Path) -> None:
     lengths = [sorted(map(int, batch.total_len)) for batch in batches]
     # One pool: batches are its blocks of four neighbours in length, in shuffled order.
     in_order = sorted(lengths)
-    assert all(batch[-1] <= following[0] for batch, following in zip(in_order, in_order[1:]))
+    assert all(batch[-1] <= following[0] for batch, following in itertools.pairwise(in_order))
     assert lengths != in_order
 
 
