@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,7 +91,8 @@ class StepRecorder:
         directory: Receives `steps_rank%05d.jsonl` of every rank, and TensorBoard files of rank 0.
         group: The ranks whose work is compared: the data-parallel group. None means the world, or this
             process alone without torch.distributed. All its ranks call `end_step` equally often.
-        log_interval: Steps between two all-gathers and between two writes.
+        log_interval: Steps between two all-gathers and between two writes. JSON lines tell of every step,
+            TensorBoard, whose writing costs the most, of the last one of each interval.
         device: Where the collective's tensor lives and which clock measures waiting.
         tensorboard: Whether rank 0 writes TensorBoard scalars.
     """
@@ -101,7 +102,7 @@ class StepRecorder:
         directory: str | Path,
         *,
         group: dist.ProcessGroup | None = None,
-        log_interval: int = 1,
+        log_interval: int = 10,
         device: torch.device | str = "cpu",
         tensorboard: bool = True,
     ) -> None:
@@ -202,22 +203,21 @@ class StepRecorder:
         """Gather and write the steps that are not written yet. A collective call over the group."""
         if not self._pending:
             return
-        figures = self._gather_figures()  # [ranks, steps, len(_GATHERED)]
-        cost, num_samples, num_tokens = figures.unbind(-1)
-        pending, self._pending = self._pending, []
-        for i, record in enumerate(pending):
-            self._emitted_samples += int(num_samples[:, i].sum())
-            self._emitted_tokens += int(num_tokens[:, i].sum())
-            self._write(
-                replace(
-                    record,
-                    cost_mean=float(cost[:, i].mean()),
-                    cost_max=float(cost[:, i].max()),
-                    emitted_samples=self._emitted_samples,
-                    emitted_tokens=self._emitted_tokens,
-                )
-            )
+        cost, num_samples, num_tokens = self._gather_figures().unbind(-1)  # [ranks, steps] each
+        emitted_samples = (self._emitted_samples + num_samples.sum(0).cumsum(0)).long().tolist()
+        emitted_tokens = (self._emitted_tokens + num_tokens.sum(0).cumsum(0)).long().tolist()
+        self._emitted_samples, self._emitted_tokens = emitted_samples[-1], emitted_tokens[-1]
+        over_ranks = zip(cost.mean(0).tolist(), cost.amax(0).tolist(), emitted_samples, emitted_tokens)
+        records = [
+            replace(record, cost_mean=cost_mean, cost_max=cost_max, emitted_samples=samples, emitted_tokens=tokens)
+            for record, (cost_mean, cost_max, samples, tokens) in zip(self._pending, over_ranks)
+        ]
+        self._pending = []
+        self._write(records)
         self._file.flush()
+        if self._tensorboard is not None:
+            for tag, value in _tensorboard_scalars(records[-1]).items():
+                self._tensorboard.add_scalar(tag, value, records[-1].step)
 
     def state_dict(self) -> dict[str, int]:
         """Counters that a resumed run continues from. Flushes: a collective call over the group."""
@@ -236,8 +236,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Write what is left without communicating (a peer may be gone); at a regular end `flush` first."""
-        for record in self._pending:
-            self._write(record)
+        self._write(self._pending)
         self._pending = []
         self._file.close()
         if self._tensorboard is not None:
@@ -263,11 +262,8 @@ class StepRecorder:
         dist.all_gather(gathered, local, group=self._group)
         return torch.stack(gathered).cpu()
 
-    def _write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(asdict(record)) + "\n")
-        if self._tensorboard is not None:
-            for tag, value in _tensorboard_scalars(record).items():
-                self._tensorboard.add_scalar(tag, value, record.step)
+    def _write(self, records: Sequence[StepRecord]) -> None:
+        self._file.writelines(json.dumps(vars(record)) + "\n" for record in records)
 
 
 def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:

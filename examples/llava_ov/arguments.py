@@ -93,7 +93,7 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--metrics-dir", default="runs/train", help="receives one JSONL file per rank and TensorBoard scalars"
     )
-    group.add_argument("--log-interval", type=int, default=1, help="steps between two writes")
+    group.add_argument("--log-interval", type=int, default=10, help="steps between two writes")
 
 
 def _check(args: argparse.Namespace) -> None:

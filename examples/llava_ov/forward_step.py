@@ -58,7 +58,7 @@ class ForwardStep:
         self.num_samples += batch.num_samples
         self._recorder.add_batch(
             num_samples=batch.num_samples,
-            num_tokens=int(batch.lengths.sum()),
+            num_tokens=batch.num_tokens,
             num_token_slots=batch.tokens.numel(),
             cost=self._cost(batch),
         )

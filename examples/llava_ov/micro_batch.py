@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from examples.llava_ov.samples import LlavaBatch
+from length_sort.odb_group import GroupInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,17 @@ class MicroBatch:
 
     @property
     def num_samples(self) -> int:
-        """Samples, counting those inside a pack."""
+        """Samples, counting those inside a pack; none in a batch that only keeps step with other ranks."""
+        if self.odb_info is not None:
+            return GroupInfo.from_tensor(self.odb_info).local_samples
         return len(self.lengths) if self.cu_lengths is None else len(self.cu_lengths) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of these samples, without padding."""
+        if self.odb_info is not None:
+            return GroupInfo.from_tensor(self.odb_info).local_tokens
+        return int(self.lengths.sum())
 
     @property
     def segment_lengths(self) -> torch.Tensor:

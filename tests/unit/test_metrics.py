@@ -154,17 +154,18 @@ def test_a_run_that_breaks_off_still_writes_its_own_records(tmp_path, monkeypatc
     assert record.cost_max_over_mean is None
 
 
-def test_tensorboard_holds_the_scalars(tmp_path):
+def test_tensorboard_holds_the_last_step_of_each_interval(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with StepRecorder(tmp_path) as recorder:
-        for loss in (3.0, 2.0):
+    with StepRecorder(tmp_path, log_interval=2) as recorder:
+        for loss in (4.0, 3.0, 2.0):
             recorder.start_step()
             add(recorder, counters={"pools": 1})
             recorder.end_step({"loss": loss})
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("train/loss")] == [3.0, 2.0]
-    assert [event.value for event in events.Scalars("data/emitted_samples")] == [2.0, 4.0]
+    assert [event.value for event in events.Scalars("data/emitted_samples")] == [4.0, 6.0]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
     assert events.Scalars("worker/pools")[0].value == 1.0
     assert "data/max_deferral_age" in events.Tags()["scalars"]
 

@@ -11,6 +11,7 @@ from examples.llava_ov.batch_cost import BatchCost
 from examples.llava_ov.config import get_model_config
 from examples.llava_ov.micro_batch import MicroBatch
 from examples.llava_ov.samples import LlavaBatch
+from length_sort.odb_group import GroupInfo
 
 
 def batch_of(lengths: list[int], grids: list[list[int]] = (), cu_lengths: list[int] | None = None) -> MicroBatch:
@@ -43,6 +44,14 @@ def test_packed_samples_are_counted_one_by_one():
     assert packed.num_samples == 2
     assert packed.segment_lengths.tolist() == [3, 5]
     assert batch_of([3, 5]).segment_lengths.tolist() == [5, 5]
+
+
+def test_idle_groups_of_dynamic_batching_count_for_nothing():
+    figures = {"round": 3, "position": 1, "global_samples": 4, "global_tokens": 90, "global_loss_tokens": 20}
+    info = GroupInfo(**figures, local_samples=0, local_tokens=0, local_loss_tokens=0, idle=True)
+    idle = dataclasses.replace(batch_of([3, 5]), odb_info=info.to_tensor())
+    assert (idle.num_samples, idle.num_tokens) == (0, 0)
+    assert batch_of([3, 5]).num_tokens == 8
 
 
 @pytest.fixture(scope="module")
