@@ -43,8 +43,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@set -e; for script in $(filter-out benchmarks/__init__.py benchmarks/common.py,$(wildcard benchmarks/*.py)); do \
-		echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for name in $(filter-out __init__ common,$(basename $(notdir $(wildcard benchmarks/*.py)))); do \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -35,7 +35,7 @@ class ExtensionConfig:
         length_sort: Length-sorted pools. A `shuffle_block` of 0 is replaced by `micro_batch_size` here.
         odb: Token-budget groups.
         data_balance: Balance across ranks.
-        restart_data: Start the data over where the saved loader state does not fit this run.
+        restart_data: Ignore the saved loader state and start the data over.
         dataloader_save: Directory for the loader state of every data-parallel rank.
         micro_batch_size: Samples per micro batch.
         calculate_per_token_loss: Whether the host divides summed token losses by the step's global tokens.
@@ -51,7 +51,7 @@ class ExtensionConfig:
     restart_data: bool = option(
         False,
         "--restart-data",
-        "start the data over where the saved loader state does not fit this run, instead of refusing it",
+        "ignore the saved loader state and start the data over",
     )
     dataloader_save: str | None = option(
         None,

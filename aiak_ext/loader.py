@@ -13,6 +13,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 
 from aiak_ext.loader_state import load_loader_state, save_loader_state
+from aiak_ext.startup import announce
 from aiak_ext.state_tree import DatasetState, states_beside_datasets, worker_dataset_states
 from length_sort import LengthPoolSortDataset, sample_length
 
@@ -199,12 +200,15 @@ class TrainLoader(Generic[T]):
         """Writes ``train_dataloader_dprank%03d.pt`` of this rank into `directory`."""
         return save_loader_state(self.save_state(), directory, self.dp_rank)
 
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Restores what `save_checkpoint` wrote.
+    def load_checkpoint(self, directory: str | Path, *, restart_data: bool = False) -> None:
+        """Restores what `save_checkpoint` wrote; with `restart_data` (``--restart-data``) starts the data over instead.
 
         Raises:
             ValueError: the file is missing, unreadable, or of another setting.
         """
+        if restart_data:
+            announce(f"data: started over (--restart-data), {directory} ignored", self.loader.worker_config)
+            return
         self.restore_state(load_loader_state(directory, self.dp_rank))
 
     def close(self) -> None:

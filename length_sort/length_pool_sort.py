@@ -264,17 +264,10 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
 
     def __iter__(self) -> Iterator[T_sample]:
         source: Iterator[T_sample] = iter(self.dataset)
-        while True:
-            if not self._emitting:
-                self._fill(source)
-                if not self._reading:
-                    break
-                self._form_pool()
+        while self._emitting or self._next_pool(source):
             pooled = self._emitting.popleft()
             self._num_emitted += not self._filling
-            if self._start_reading().pool_size > 0:
-                for _ in range(read_ahead_count(self._left_to_read(), len(self._emitting) + 1)):
-                    self._read(source)
+            self._read_ahead(source)
             sample = self._buffer.take(pooled)
             if sample is None:
                 self.note_lost(1, f"sample {pooled.restore_key} could not be restored")
@@ -284,15 +277,8 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
         self._reading_rule = None
         self._num_lost = 0
 
-    def _start_reading(self) -> PoolRule:
-        """Fixes rule and size of the next pool when its first sample is about to be read."""
-        if self._reading_rule is None:
-            self._reading_rule = self._current_schedule()[0][1]
-            self._reading_size = self._reading_rule.size_of_pool(self._num_pools) or 1
-        return self._reading_rule
-
-    def _fill(self, source: Iterator[T_sample]) -> None:
-        """Reads what the next pool still lacks: all of the first pool, nothing later."""
+    def _next_pool(self, source: Iterator[T_sample]) -> bool:
+        """Starts the next pool: all of the first one is read here, nothing of later ones. False at the epoch's end."""
         started = time.monotonic()
         self._start_reading()
         while self._left_to_read() > 0:
@@ -300,9 +286,26 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
         if self.on_first_pool is not None:
             report, self.on_first_pool = self.on_first_pool, None
             report(self, time.monotonic() - started)
+        if self._reading:
+            self._form_pool()
+        return len(self._emitting) > 0
+
+    def _start_reading(self) -> PoolRule:
+        """Fixes rule and size of the next pool when its first sample is about to be read."""
+        if self._reading_rule is None:
+            self._reading_rule = self._current_schedule()[0][1]
+            self._reading_size = self._reading_rule.size_of_pool(self._num_pools) or 1
+        return self._reading_rule
 
     def _left_to_read(self) -> int:
         return 0 if self._draining else self._reading_size + self._num_lost - len(self._reading)
+
+    def _read_ahead(self, source: Iterator[T_sample]) -> None:
+        """Reads the part of the next pool that falls to one emission of this one."""
+        rule = self._reading_rule or self._start_reading()
+        if rule.pool_size > 0:
+            for _ in range(read_ahead_count(self._left_to_read(), len(self._emitting) + 1)):
+                self._read(source)
 
     def _read(self, source: Iterator[T_sample]) -> None:
         """Reads one sample into the next pool, or notes that the upstream's epoch has ended."""
@@ -313,9 +316,15 @@ class LengthPoolSortDataset(BaseWrapperDataset[T_sample, T_sample], Generic[T_sa
         except StopIteration:
             self._draining = True
             return
-        with self._length_errors.guard(sample):
-            length = _plain_number(self.length_fn(sample))
-            self._reading.append(self._buffer.put(sample, length, packed=is_packed(sample)))
+        try:
+            length = self.length_fn(sample)
+            if type(length) is not int:
+                length = _plain_number(length)
+            self._reading.append(self._buffer.put(sample, length, is_packed(sample)))
+        except Exception as error:
+            self._length_errors.handle(error, sample)
+        else:
+            self._length_errors.succeeded()
 
     def _form_pool(self) -> None:
         """Turns what was read into the pool to emit: first the fillers of lost samples, if any, then the pool."""

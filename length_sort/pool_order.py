@@ -30,6 +30,9 @@ def _sorted_and_block_shuffled(
     # keeps that agreement and mixes short and long steps in time; without it a pool would train all its short
     # samples first, and with a seed per rank the agreement would be gone.
     in_order = sorted(indices, key=lengths.__getitem__, reverse=not ascending)
+    if shuffle_block == 1:
+        random.Random(seed).shuffle(in_order)  # the same permutation as for blocks of one, at half the time
+        return in_order
     num_full = len(in_order) // shuffle_block
     blocks = [in_order[b * shuffle_block : (b + 1) * shuffle_block] for b in range(num_full)]
     random.Random(seed).shuffle(blocks)

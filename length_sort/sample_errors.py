@@ -23,12 +23,12 @@ def _log(error: Exception, sample: Any, sources: Any) -> None:
 
 
 class SampleErrors:
-    """Guards the processing of one sample at a time."""
+    """What to do about samples that fail, for one place that processes them."""
 
     def __init__(self, name: str, worker_config: WorkerConfig, *, tolerance: int) -> None:
         """
         Args:
-            name: What is guarded, for the error that ends the run.
+            name: The place, for the error that ends the run.
             worker_config: Its ``global_error_handler`` gets the errors (Energon 7.2 has none: they are printed).
             tolerance: Failures in a row that end the run; 0 for no limit.
         """
@@ -37,27 +37,26 @@ class SampleErrors:
         self._tolerance = tolerance
         self._num_in_a_row = 0
 
-    @contextmanager
-    def guard(self, sample: Any) -> Iterator[None]:
-        """Around the processing of `sample`; an error that the handler accepts ends the block early.
+    def succeeded(self) -> None:
+        """A sample went through: failures are counted from zero again."""
+        self._num_in_a_row = 0
+
+    def handle(self, error: Exception, sample: Any) -> None:
+        """Deals with the error of `sample`; returns where the run may go on without it.
 
         Raises:
             FatalSampleError: too many failures in a row, or an error that no other sample would avoid.
         """
-        try:
-            yield
-            self._num_in_a_row = 0
-        except SkipSample:
+        if isinstance(error, SkipSample):
             return
-        except SYSTEM_EXCEPTIONS as error:
+        if isinstance(error, SYSTEM_EXCEPTIONS):
             raise FatalSampleError.from_sample(sample, f"{self._name} failed: {error}") from error
-        except Exception as error:
-            self._handler(error, sample, getattr(sample, "__sources__", None))
-            self._num_in_a_row += 1
-            if 0 < self._tolerance <= self._num_in_a_row:
-                raise FatalSampleError.from_sample(
-                    sample, f"{self._name} failed {self._num_in_a_row} times in a row. Code or dataset are broken."
-                ) from error
+        self._handler(error, sample, getattr(sample, "__sources__", None))
+        self._num_in_a_row += 1
+        if 0 < self._tolerance <= self._num_in_a_row:
+            raise FatalSampleError.from_sample(
+                sample, f"{self._name} failed {self._num_in_a_row} times in a row. Code or dataset are broken."
+            ) from error
 
 
 @contextmanager

@@ -54,6 +54,9 @@ def sample_length(sample: Any) -> int:
     Raises:
         ValueError: the sample states no length, or one that is zero, negative or not an integer.
     """
+    total_len = getattr(sample, "total_len", None)
+    if type(total_len) is int and total_len > 0:  # the common case, without the search
+        return total_len
     source, value = _found_length(sample)
     length = _as_integer(value)
     if length is not None and length > 0:

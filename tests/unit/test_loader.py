@@ -217,6 +217,16 @@ def test_missing_and_unreadable_files_are_errors(data, tmp_path):
         load_loader_state(tmp_path, 1)
 
 
+def test_restart_data_starts_over(data, tmp_path, capsys):
+    loader = _loader(data, num_workers=0)
+    first = _batches(loader, 3)
+    loader.save_checkpoint(tmp_path)
+    again = _loader(data, num_workers=0)
+    again.load_checkpoint(tmp_path, restart_data=True)
+    assert "started over (--restart-data)" in capsys.readouterr().out
+    assert _batches(again, 3) == first
+
+
 class _RunsCode:
     def __reduce__(self):
         return (print, ("code from a state file",))
