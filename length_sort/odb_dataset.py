@@ -234,8 +234,8 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
         """
         if state["__class__"] == "LengthPoolSortDataset":
             raise ValueError(
-                "The saved state belongs to length sort and this run uses ODB: the pooled samples would be lost. Resume "
-                "with the --length-sort-* flags it was saved under, or start the data over with --restart-data."
+                "The saved state belongs to length sort and this run uses ODB: the pooled samples would be lost. "
+                "Resume with the --length-sort-* flags it was saved under, or start the data over with --restart-data."
             )
         if state["__class__"] == type(self).__name__:
             check_same(state["settings"], self._settings(slot))

@@ -86,8 +86,10 @@ class HeartbeatWatch:
     def _reason(self, key: str) -> str:
         now = time.monotonic()
         value = self._store.get(key) if self._store.check([key]) else b""
-        if key not in self._seen or self._seen[key][0] != value:
-            self._seen[key] = (value, now if value or key in self._seen else self._start)
+        if key not in self._seen:
+            self._seen[key] = (value, self._start)
+        elif self._seen[key][0] != value:
+            self._seen[key] = (value, now)
         silent_s = now - self._seen[key][1]
         if silent_s >= self._timeout_s:
             return f"no heartbeat for {silent_s:.1f} s" if value else f"not started within {silent_s:.1f} s"
