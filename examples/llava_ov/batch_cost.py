@@ -28,8 +28,6 @@ class BatchCost:
         self._vision = CostModel.for_transformer(vision.hidden_size, vision.ffn_hidden_size, vision.num_layers)
 
     def __call__(self, batch: MicroBatch) -> float:
-        frames, height, width = batch.image_grid_thw.cpu().unbind(1)
+        frames, height, width = batch.image_grid_thw.unbind(1)
         patches_per_frame = (height * width).repeat_interleave(frames)
-        return self._language.cost_of_segments(batch.segment_lengths.cpu()) + self._vision.cost_of_segments(
-            patches_per_frame
-        )
+        return self._language.cost_of_segments(batch.segment_lengths) + self._vision.cost_of_segments(patches_per_frame)

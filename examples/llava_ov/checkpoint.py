@@ -57,7 +57,7 @@ def save_checkpoint(
         loader.save_checkpoint(unfinished)
     dist.barrier()
     if dist.get_rank() == 0:
-        _publish(unfinished, target)
+        publish(unfinished, target)
     dist.barrier()
     return target
 
@@ -69,8 +69,11 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     loader: Any | None,
+    restart_data: bool,
 ) -> dict[str, Any] | None:
     """Restore the latest checkpoint under `root` in place; a collective call over all ranks.
+
+    With `restart_data` the data position is left out.
 
     Returns:
         The `progress` that was saved, or None when `root` holds no checkpoint.
@@ -87,7 +90,7 @@ def load_checkpoint(
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if loader is not None:
-        loader.load_checkpoint(directory)
+        loader.load_checkpoint(directory, restart_data=restart_data)
     return state["progress"]
 
 
@@ -118,7 +121,7 @@ def _sharded_state(
     return state
 
 
-def _publish(unfinished: Path, target: Path) -> None:
+def publish(unfinished: Path, target: Path) -> None:
     """Give a finished checkpoint its name, then name it the latest; each by one atomic rename."""
     shutil.rmtree(target, ignore_errors=True)  # a run that was resumed before this step writes it again
     unfinished.rename(target)

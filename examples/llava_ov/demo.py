@@ -91,7 +91,7 @@ def format_table(results: dict[str, RunResult]) -> str:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/demo"), help="Receives all results.")
-@click.option("--data", type=click.Path(path_type=Path), help="Data set; default: OUTPUT/data, built when absent.")
+@click.option("--data", type=click.Path(path_type=Path, exists=True), help="Data set.  [default: OUTPUT/data, built]")
 @click.option("--num-samples", type=int, default=160, help="Samples that every run trains, over all ranks.")
 @click.option("--rows", multiple=True, help="Only these rows.  [default: all]")
 def main(output: Path, data: Path | None, num_samples: int, rows: tuple[str, ...]) -> None:
@@ -100,9 +100,9 @@ def main(output: Path, data: Path | None, num_samples: int, rows: tuple[str, ...
         names = [row.name for row in demo_rows(num_samples, NUM_RANKS, only=rows)]
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    data = data or output / "data"
     output.mkdir(parents=True, exist_ok=True)
-    if not data.exists():
+    if data is None:
+        data = output / "data"
         click.echo(f"== building the data set {data}")
         click.echo(format_report(build(data, BuildConfig())))
     metrics = output / "metrics"

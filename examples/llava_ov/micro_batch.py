@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from examples.llava_ov.samples import LlavaBatch
 from length_sort.odb_group import GroupInfo
 
+# What the model computes with. The rest describes it to the host, where reading it must not wait for the device.
+_DEVICE_FIELDS = ("tokens", "labels", "pixel_values")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The tensors of a `LlavaBatch` (shapes as there) on the training device."""
+    """The tensors of a `LlavaBatch`, shapes as there: text and pixels on the training device, sizes on the host."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -28,14 +32,10 @@ class MicroBatch:
 
     @classmethod
     def from_batch(cls, batch: LlavaBatch, device: torch.device) -> MicroBatch:
-        """Move the tensors; `batch` itself stays as it is, because Megatron may replay it."""
+        """Move what belongs on the device; `batch` itself stays as it is, because Megatron may replay it."""
         tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(cls)}
-        return cls(
-            **{
-                name: tensor if tensor is None else tensor.to(device, non_blocking=True)
-                for name, tensor in tensors.items()
-            }
-        )
+        tensors.update({name: tensors[name].to(device, non_blocking=True) for name in _DEVICE_FIELDS})
+        return cls(**tensors)
 
     @property
     def num_samples(self) -> int:
@@ -57,7 +57,7 @@ class MicroBatch:
         if self.cu_lengths is not None:
             return self.cu_lengths.diff().to(torch.int64)
         rows, width = self.tokens.shape
-        return torch.full((rows,), width, dtype=torch.int64, device=self.tokens.device)
+        return torch.full((rows,), width, dtype=torch.int64)
 
 
 def next_micro_batch(
@@ -73,21 +73,21 @@ def next_micro_batch(
 
 def _broadcast(batch: MicroBatch | None, group: dist.ProcessGroup, device: torch.device) -> MicroBatch:
     source = dist.get_process_group_ranks(group)[0]
-    layout = [None if batch is None else _layout(batch)]  # shapes differ from batch to batch
-    dist.broadcast_object_list(layout, src=source, group=group, device=device)
-    assert layout[0] is not None, "the group's first rank has no loader"
-    tensors: dict[str, torch.Tensor | None] = {}
-    for name, entry in layout[0].items():
-        if entry is None:
-            tensors[name] = None
-            continue
-        shape, dtype = entry
+    header = [None if batch is None else _header(batch)]  # shapes differ from batch to batch
+    dist.broadcast_object_list(header, src=source, group=group, device=device)
+    assert header[0] is not None, "the group's first rank has no loader"
+    tensors = dict(header[0])
+    for name in _DEVICE_FIELDS:
+        shape, dtype = tensors[name]
         own = None if batch is None else getattr(batch, name).contiguous()
         tensors[name] = torch.empty(shape, dtype=dtype, device=device) if own is None else own
         dist.broadcast(tensors[name], src=source, group=group)
     return MicroBatch(**tensors)
 
 
-def _layout(batch: MicroBatch) -> dict[str, tuple[torch.Size, torch.dtype] | None]:
+def _header(batch: MicroBatch) -> dict[str, Any]:
+    """The small tensors themselves, and shape and dtype of those that follow."""
     tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return {
+        name: (tensor.shape, tensor.dtype) if name in _DEVICE_FIELDS else tensor for name, tensor in tensors.items()
+    }

@@ -52,10 +52,9 @@ class Trainer:
         self._tokenizer = tokenizer_of(args)
         model_config = model_config_of(args, self._tokenizer)
         samples_per_step = self._num_microbatches * args.micro_batch_size * data_group.size()
+        self._num_samples_planned = args.sample_quota or args.train_iters * samples_per_step
         self.model = build_ddp_model(model_config, device)
-        self.optimizer, self.scheduler = build_optimizer(
-            args, self.model, num_samples=args.sample_quota or args.train_iters * samples_per_step
-        )
+        self.optimizer, self.scheduler = build_optimizer(args, self.model, self._num_samples_planned)
         self.recorder = StepRecorder(args.metrics_dir, group=data_group, log_interval=args.log_interval, device=device)
         config = self.model[0].config
         config.finalize_model_grads_func = self.recorder.timed_grad_sync(finalize_model_grads)
@@ -127,7 +126,12 @@ class Trainer:
 
     def _resume(self, root: str) -> None:
         progress = load_checkpoint(
-            root, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, loader=self._loader
+            root,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loader=self._loader,
+            restart_data=self.args.restart_data,
         )
         if progress is not None:
             self.step, self.num_samples = progress["step"], progress["num_samples"]
@@ -187,9 +191,8 @@ class Trainer:
         return (iters is not None and self.step >= iters) or (quota is not None and self.num_samples >= quota)
 
     def _progress_bar(self) -> Any:
-        total = self.args.sample_quota
         return tqdm(
-            total=total,
+            total=self._num_samples_planned,
             initial=self.num_samples,
             unit="sample",
             desc=self.args.run_name,

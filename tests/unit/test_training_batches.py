@@ -34,6 +34,7 @@ def test_moving_a_batch_leaves_the_loaders_batch_alone():
     batch = LlavaBatch(__key__=["a", "b"], __restore_key__=(), **content)
     moved = MicroBatch.from_batch(batch, torch.device("meta"))
     assert moved.tokens.device.type == "meta"
+    assert moved.image_grid_thw.device.type == "cpu"  # read on the host
     assert moved.cu_lengths is None
     assert all(getattr(batch, name) is content[name] for name in names)
 

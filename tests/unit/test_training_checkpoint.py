@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples.llava_ov.checkpoint import _publish, latest_checkpoint
+from examples.llava_ov.checkpoint import latest_checkpoint, publish
 
 
 def unfinished_checkpoint(root, step: int, content: str):
@@ -16,15 +16,15 @@ def unfinished_checkpoint(root, step: int, content: str):
 
 def test_a_run_that_dies_while_saving_leaves_the_previous_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path) is None
-    _publish(*unfinished_checkpoint(tmp_path, 10, "first"))
+    publish(*unfinished_checkpoint(tmp_path, 10, "first"))
     unfinished_checkpoint(tmp_path, 20, "half")
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000010"
     assert (latest_checkpoint(tmp_path) / "common.pt").read_text() == "first"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
-    _publish(*unfinished_checkpoint(tmp_path, 10, "first"))
-    _publish(*unfinished_checkpoint(tmp_path, 10, "again"))
+    publish(*unfinished_checkpoint(tmp_path, 10, "first"))
+    publish(*unfinished_checkpoint(tmp_path, 10, "again"))
     assert (latest_checkpoint(tmp_path) / "common.pt").read_text() == "again"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
 
