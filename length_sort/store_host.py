@@ -40,6 +40,8 @@ class StoreHost:
             [sys.executable, str(Path(__file__).resolve()), str(os.getpid()), str(linger_s)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            # torch looks up the name of every client for its log; a slow name server must not stall them all.
+            env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
         )
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], start_timeout_s)
