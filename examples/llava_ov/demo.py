@@ -6,10 +6,7 @@ python -m examples.llava_ov.demo --output runs/demo
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,10 +17,10 @@ from examples.llava_ov.build_demo_data import BuildConfig, build
 from examples.llava_ov.demo_lengths import format_report
 from examples.llava_ov.demo_levers import FINAL_LOSS_FILE, demo_rows
 from examples.llava_ov.demo_plot import plot_runs
+from examples.llava_ov.launch import launch
 
 NUM_RANKS = 2
 LAUNCH_TIMEOUT_S = 1800
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,33 +29,6 @@ class RunResult(RunSummary):
 
     final_loss: float
     """On the held-out split, the same for every row."""
-
-
-def launch(module: str, arguments: list[str], num_ranks: int) -> None:
-    """Run `module` on `num_ranks` processes of this machine through torchrun.
-
-    Raises:
-        click.ClickException: A rank failed or the time ran out; what it printed is on the screen.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",  # ranks and data workers share the cores
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
-        # Megatron core and torch announce their own deprecations on every start.
-        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning",
-    }
-    process = subprocess.Popen([*command, "-m", module, *arguments], env=environment)
-    try:
-        code = process.wait(timeout=LAUNCH_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise click.ClickException(f"{module} was not done after {LAUNCH_TIMEOUT_S} s and was stopped") from error
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun passes it on to its ranks
-            process.wait()
-    if code != 0:
-        raise click.ClickException(f"{module} failed with exit code {code}; its messages are above")
 
 
 def collect(directory: Path) -> RunResult:
@@ -111,7 +81,10 @@ def main(output: Path, data: Path | None, num_samples: int, rows: tuple[str, ...
     arguments = ["--data-path", str(data), "--output", str(metrics), "--num-samples", str(num_samples)]
     for row in rows:
         arguments += ["--only", row]
-    launch("examples.llava_ov.demo_ranks", arguments, NUM_RANKS)
+    try:
+        launch("examples.llava_ov.demo_ranks", arguments, num_ranks=NUM_RANKS, timeout_s=LAUNCH_TIMEOUT_S)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
 
     results = {name: collect(metrics / name) for name in names}
     summary = {"runs": {name: asdict(result) for name, result in results.items()}}

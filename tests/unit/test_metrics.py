@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from aiak_ext.metrics import StepRecord, StepRecorder
 from aiak_ext.run_summary import read_records, summarize
-from aiak_ext.step_timing import HostWaitTimer
+from aiak_ext.step_timing import HostWaitTimer, make_wait_timer
 
 
 def add(recorder: StepRecorder, **changes) -> None:
@@ -217,3 +217,32 @@ def test_records_are_plain_json(tmp_path):
         recorder.end_step()
     line = (tmp_path / "steps_rank00000.jsonl").read_text().splitlines()[0]
     assert json.loads(line)["step"] == 0
+
+
+def test_on_cuda_the_stream_is_measured_and_waited_for_once(monkeypatch):
+    """Stand-in events, since most machines have no CUDA device: a section's time is what lies between its events."""
+    clock = iter([10.0, 25.0, 40.0, 70.0])
+    synchronized = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.time_ms = next(clock)
+
+        def synchronize(self) -> None:
+            synchronized.append(self.time_ms)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.time_ms - self.time_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = make_wait_timer(torch.device("cuda"))
+    for _ in range(2):
+        with timer.measure():
+            pass
+    assert synchronized == []
+    assert timer.pop_seconds() == pytest.approx(0.045)
+    assert synchronized == [70.0]
+    assert timer.pop_seconds() == 0.0
