@@ -167,7 +167,7 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
     # -- state -------------------------------------------------------------------------------------------------
 
     def reset_state_own(self) -> None:
-        self._rounds = RankRounds(self.rules, rank=self.worker_config.rank)
+        self._rounds = RankRounds(self.rules, rank=self.worker_config.rank, world_size=self.worker_config.world_size)
         self._agreement.reset(0)
         self._counters = GroupCounters()
         self._buffer.clear()

@@ -112,9 +112,10 @@ def group_size(group: Sequence[Candidate], *, padded: bool) -> int:
 class RankRounds:
     """One rank's side of the protocol: its buffer, the groups under way and where it stands."""
 
-    def __init__(self, rules: RoundRules, *, rank: int, slot: int = 0) -> None:
+    def __init__(self, rules: RoundRules, *, rank: int, world_size: int, slot: int = 0) -> None:
         self.rules = rules
         self.rank = rank
+        self.world_size = world_size
         self.slot = slot
         self.round = 0
         self.epoch = 0
@@ -165,6 +166,7 @@ class RankRounds:
                 epoch=self.epoch,
                 slot=self.slot,
                 rank=self.rank,
+                world_size=self.world_size,
             )
             aligned = [aligned[i] for i in order]
         self.groups = aligned

@@ -27,7 +27,8 @@ class Run:
 
 def simulate(lengths_per_rank: list[list[int]], rules: RoundRules) -> Run:
     """Run all ranks to the end of their streams; a payload is (rank, index)."""
-    ranks = [RankRounds(rules, rank=rank) for rank in range(len(lengths_per_rank))]
+    world_size = len(lengths_per_rank)
+    ranks = [RankRounds(rules, rank=rank, world_size=world_size) for rank in range(world_size)]
     streams = [
         iter([Candidate(n, loss_tokens=n // 2, cost=n * n, payload=(rank, i)) for i, n in enumerate(lengths)])
         for rank, lengths in enumerate(lengths_per_rank)
@@ -145,7 +146,7 @@ def test_join_drains_and_non_join_stops_at_the_first_dry_rank():
 
 
 def test_unsynchronised_groups_carry_no_global_figures():
-    rank = RankRounds(RoundRules(token_budget=20), rank=0)
+    rank = RankRounds(RoundRules(token_budget=20), rank=0, world_size=2)
     rank.buffer = [Candidate(10)]
     rank.settle(rank.propose()[0])
     rank.begin_emission([])
@@ -153,9 +154,16 @@ def test_unsynchronised_groups_carry_no_global_figures():
     assert (info.local_tokens, info.global_tokens, info.synchronized) == (10, UNSYNCHRONIZED, False)
 
 
-def order(mode: str, rank: int = 0, *, round_index: int = 0, epoch: int = 0, slot: int = 0) -> list[int]:
-    costs = [7.0, 1.0, 5.0, 3.0, 2.0, 9.0, 4.0, 8.0, 6.0, 0.0]
-    return emission_order(costs, mode, seed=42, round_index=round_index, epoch=epoch, slot=slot, rank=rank)
+COSTS = [7.0, 1.0, 5.0, 3.0, 2.0, 9.0, 4.0, 8.0, 6.0, 0.0]
+
+
+def order(mode: str, *, rank: int = 0, round_index: int = 0, epoch: int = 0, slot: int = 0, costs=COSTS) -> list[int]:
+    place = dict(round_index=round_index, epoch=epoch, slot=slot, rank=rank, world_size=16)
+    return emission_order(costs, mode, seed=42, **place)
+
+
+def reversing_ranks(mode: str, **place: int) -> list[int]:
+    return [rank for rank in range(16) if order(mode, rank=rank, **place) != order("aligned", **place)]
 
 
 def test_aligned_order_is_shared_by_ranks_and_differs_between_rounds_and_slots():
@@ -166,26 +174,26 @@ def test_aligned_order_is_shared_by_ranks_and_differs_between_rounds_and_slots()
 
 def test_aligned_order_matches_the_cost_rank_of_groups_that_differ_between_ranks():
     costs = [[3.0, 1.0, 2.0], [20.0, 30.0, 10.0]]
-    orders = [emission_order(c, "aligned", seed=1, round_index=0, epoch=0, slot=0, rank=r) for r, c in enumerate(costs)]
-    emitted = [[c[i] for i in o] for c, o in zip(costs, orders)]
+    emitted = [[c[i] for i in order("aligned", rank=rank, costs=c)] for rank, c in enumerate(costs)]
     assert [10 * cost for cost in emitted[0]] == emitted[1]
 
 
-def test_balanced_order_mirrors_odd_ranks():
-    costs = [float(i) for i in range(8)]
-    even, odd = (
-        emission_order(costs, "rank_window_balanced", seed=3, round_index=2, epoch=0, slot=0, rank=rank)
-        for rank in (0, 1)
-    )
-    assert [costs[a] + costs[b] for a, b in zip(even, odd)] == [7.0] * 8
+def test_reversed_ranks_mirror_the_others_so_that_every_step_weighs_the_same():
+    mode = "rank_window_balanced"
+    reverse = reversing_ranks(mode)[0]
+    forward = next(rank for rank in range(16) if rank not in reversing_ranks(mode))
+    pairs = zip(order(mode, rank=forward), order(mode, rank=reverse))
+    assert [COSTS[a] + COSTS[b] for a, b in pairs] == [9.0] * len(COSTS)
 
 
-def test_random_orders_differ_between_ranks_and_renew_per_round_or_epoch():
-    for mode in ("rank_epoch_random", "rank_window_random"):
-        assert order(mode, rank=0) != order(mode, rank=1)
-    assert order("rank_epoch_random") == order("rank_epoch_random", round_index=3)
-    assert order("rank_epoch_random") != order("rank_epoch_random", epoch=1)
-    assert order("rank_window_random") != order("rank_window_random", round_index=3)
+def test_which_ranks_reverse():
+    assert len(reversing_ranks("rank_window_balanced")) == 8
+    assert reversing_ranks("rank_window_balanced") != reversing_ranks("rank_window_balanced", round_index=1)
+    for mode in ("rank_window_random", "rank_epoch_random"):
+        assert 0 < len(reversing_ranks(mode)) < 16
+    assert reversing_ranks("rank_window_random") != reversing_ranks("rank_window_random", round_index=3)
+    assert reversing_ranks("rank_epoch_random") == reversing_ranks("rank_epoch_random", round_index=3)
+    assert reversing_ranks("rank_epoch_random") != reversing_ranks("rank_epoch_random", epoch=1)
 
 
 @pytest.mark.parametrize(
