@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 # Remove a lever's line to switch it on.
 UNAVAILABLE_LEVERS = frozenset(
     {
-        "odb",
         "data_balance",
     }
 )

@@ -15,9 +15,10 @@ from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 from aiak_ext.loader_state import load_loader_state, save_loader_state
 from aiak_ext.startup import announce
 from aiak_ext.state_tree import DatasetState, states_beside_datasets, worker_dataset_states
-from length_sort import LengthPoolSortDataset, sample_length
+from length_sort import LengthPoolSortDataset, ODBGroupDataset, sample_length
 
 T = TypeVar("T")
+Lever = TypeVar("Lever", LengthPoolSortDataset, ODBGroupDataset)
 
 # A pooled sample may take this long to read and encode before the watchdog speaks up about the first batch.
 FIRST_POOL_SECONDS_PER_SAMPLE = 1.0
@@ -35,6 +36,9 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         super().__init__(dataset, **options)
         self._length_fn = length_fn
         self._closed = False
+        odb = find_lever(self.dataset, ODBGroupDataset)
+        if odb is not None and isinstance(self.dataset, SavableDatasetWrapper):
+            odb.begin_loader(prefetch_factor=self.prefetch_factor, num_snapshots=self.dataset.n_checkpoints)
 
     def __iter__(self) -> Iterator[T]:
         if self._closed:
@@ -53,15 +57,15 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         """Restores this rank's state, before the first batch.
 
         A state that was saved with length sort also restores into a pipeline without it: what is pooled goes out
-        first. A state saved without it restores into a pipeline with it.
+        first. A state saved without a lever restores into a pipeline with it.
 
         Raises:
-            ValueError: the state belongs to another number of workers, rank or seed.
+            ValueError: the state belongs to another number of workers, rank, seed or lever.
         """
         if state is not None:
             self._check_num_workers(state)
             for slot, worker_state in worker_dataset_states(state).items():
-                self._match_length_sort(worker_state, slot)
+                self._match_levers(worker_state, slot)
         super().restore_state_rank(state)
         if state is not None and isinstance(self.dataset, SavableDatasetWrapper):
             self._count_replayed_batches(state)
@@ -75,28 +79,41 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
                 "with --restart-data."
             )
 
-    def _match_length_sort(self, worker_state: DatasetState, slot: int) -> None:
-        """Makes wrapper and state agree on whether there is a pool, and refuses a state of another worker."""
+    def _match_levers(self, worker_state: DatasetState, slot: int) -> None:
+        """Makes wrapper and state agree on whether there is a pool, and refuses a state of another worker or lever."""
         for parent, dataset, parent_state, state in states_beside_datasets(self.dataset, worker_state):
-            if state["__class__"] != LengthPoolSortDataset.__name__:
-                continue
-            if isinstance(dataset, LengthPoolSortDataset):
+            if isinstance(dataset, ODBGroupDataset):
                 dataset.check_state(state, slot)
-            elif LengthPoolSortDataset.has_drained(state):
-                parent_state["datasets"] = [state["datasets"][0]]
-            else:
-                # Length sort was switched off: emit what is pooled, then pass the stream through.
-                draining: LengthPoolSortDataset[Any] = LengthPoolSortDataset(
-                    dataset,
-                    pool_size=0,
-                    seed=state["seed"],
-                    length_fn=self._length_fn,
-                    allow_inexact_resume=True,
-                    worker_config=self.worker_config,
+                return
+            if state["__class__"] == ODBGroupDataset.__name__:
+                raise ValueError(
+                    "The saved state belongs to ODB and this run has --odb-token-budget 0: the samples in its buffers "
+                    "would be lost. Resume with the --odb-* flags it was saved under, or start the data over with "
+                    "--restart-data."
                 )
-                draining.check_state(state, slot)
-                parent.datasets = (draining,)
-            return
+            if state["__class__"] == LengthPoolSortDataset.__name__:
+                self._match_length_sort(parent, dataset, parent_state, state, slot)
+                return
+
+    def _match_length_sort(
+        self, parent: Any, dataset: Any, parent_state: DatasetState, state: DatasetState, slot: int
+    ) -> None:
+        if isinstance(dataset, LengthPoolSortDataset):
+            dataset.check_state(state, slot)
+        elif LengthPoolSortDataset.has_drained(state):
+            parent_state["datasets"] = [state["datasets"][0]]
+        else:
+            # Length sort was switched off: emit what is pooled, then pass the stream through.
+            draining: LengthPoolSortDataset[Any] = LengthPoolSortDataset(
+                dataset,
+                pool_size=0,
+                seed=state["seed"],
+                length_fn=self._length_fn,
+                allow_inexact_resume=True,
+                worker_config=self.worker_config,
+            )
+            draining.check_state(state, slot)
+            parent.datasets = (draining,)
 
     def _count_replayed_batches(self, state: SavableDataLoaderState) -> None:
         # A checkpoint is a worker's snapshot and the number of batches to replay from there. Energon sets its count
@@ -104,10 +121,14 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         for slot, worker_state in enumerate(state.worker_states):
             if worker_state.state is not None:
                 self._worker_sample_counters[slot] += worker_state.offset
-        length_sort = find_length_sort(self.dataset)
+        num_replayed = [worker_state.offset for worker_state in state.worker_states]
+        length_sort = find_lever(self.dataset, LengthPoolSortDataset)
         if length_sort is not None:
             batch_size = self._get_batch_size() or 1
-            length_sort.expect_replay([worker_state.offset * batch_size for worker_state in state.worker_states])
+            length_sort.expect_replay([num_batches * batch_size for num_batches in num_replayed])
+        odb = find_lever(self.dataset, ODBGroupDataset)
+        if odb is not None:
+            odb.expect_replay(num_replayed)
 
     def close(self) -> None:
         """Stops the worker processes now (Energon alone takes about 5 s per worker at exit)."""
@@ -118,12 +139,14 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         self._epoch_iterator = None
 
 
-def find_length_sort(dataset: Any) -> LengthPoolSortDataset[Any] | None:
-    """The length sort wrapper of a dataset, or of the dataset inside a loader."""
+def find_lever(dataset: Any, kind: type[Lever]) -> Lever | None:
+    """The wrapper of one lever in a dataset, or in the dataset inside a loader."""
     inner = dataset.dataset if isinstance(dataset, SavableDatasetWrapper) else dataset
-    if isinstance(inner, LengthPoolSortDataset):
+    if isinstance(inner, kind):
         return inner
-    return inner._find_wrapped_dataset(LengthPoolSortDataset) if isinstance(inner, BaseWrapperDataset) else None
+    found = inner._find_wrapped_dataset(kind) if isinstance(inner, BaseWrapperDataset) else None
+    assert found is None or isinstance(found, kind)
+    return found
 
 
 def get_savable_loader(
@@ -153,7 +176,7 @@ def get_savable_loader(
             "workers) differs from the dataset's: it would have no effect. Build the dataset with it."
         )
     if gc_collect_every_n_steps is None:
-        length_sort = find_length_sort(dataset)
+        length_sort = find_lever(dataset, LengthPoolSortDataset)
         pool_size = 0 if length_sort is None else length_sort.pool_size
         gc_collect_every_n_steps = max(GC_DEFAULT_EVERY_N_ITER, pool_size)
     return LengthAwareDataLoader(
@@ -232,7 +255,7 @@ def build_train_loader(
         watchdog_initial_timeout_seconds: The same for the first batch (default: by the pool size).
         options: Of :func:`get_savable_loader`.
     """
-    length_sort = find_length_sort(dataset)
+    length_sort = find_lever(dataset, LengthPoolSortDataset)
     if watchdog_timeout_seconds is not None and watchdog_initial_timeout_seconds is None and length_sort is not None:
         watchdog_initial_timeout_seconds = (
             watchdog_timeout_seconds + FIRST_POOL_SECONDS_PER_SAMPLE * length_sort.pool_size

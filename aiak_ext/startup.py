@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from megatron.energon.worker import WorkerConfig
 
-from aiak_ext.config import LengthSortConfig
+from aiak_ext.config import LengthSortConfig, ODBConfig
 from length_sort import LengthPoolSortDataset
 
 
 def announce(line: str, worker_config: WorkerConfig) -> None:
-    """Prints on data-parallel rank 0 (in a data worker: on its first)."""
-    if worker_config.rank == 0 and worker_config.rank_worker_id() == 0:
+    """Prints on the first rank, in a data worker on its first one.
+
+    Where every model-parallel rank loads, several are data-parallel rank 0, and one of them is enough to hear from.
+    """
+    is_first_process = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if is_first_process and worker_config.rank == 0 and worker_config.rank_worker_id() == 0:
         print(f"[aiak-ext] {line}", flush=True)
 
 
@@ -28,6 +33,18 @@ def length_sort_line(config: LengthSortConfig) -> str:
         f"length sort: on, pools of {config.pool_size} samples per worker ({order}, blocks of {config.shuffle_block}, "
         f"seed {config.seed}), at most {gibibytes(config.max_pool_bytes)} of samples per worker held; "
         f"the first batch waits for {first} encoded samples"
+    )
+
+
+def odb_line(config: ODBConfig) -> str:
+    """Whether token-budget groups are on, and with what settings."""
+    if not config.active:
+        return "odb: off (--odb-token-budget 0)"
+    sync = f"ranks agree over a store, {config.join_mode}" if config.sync == "store" else "ranks do not agree"
+    return (
+        f"odb: on, groups of at most {config.token_budget} tokens ({config.policy}, target {config.target}, order "
+        f"{config.group_order}), {sync}; a round looks at {config.buffer_size} samples per worker, and the first batch "
+        "waits for as many to be encoded"
     )
 
 

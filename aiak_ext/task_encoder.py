@@ -12,7 +12,7 @@ from megatron.energon.worker import WorkerConfig
 
 from aiak_ext.config import ExtensionConfig
 from aiak_ext.levers import Levers, levers_off
-from length_sort import sample_length
+from length_sort.sample_length import sample_length, sample_num_patches
 
 
 class LengthAwareTaskEncoderMixin:
@@ -27,16 +27,22 @@ class LengthAwareTaskEncoderMixin:
         extension_config: ExtensionConfig | None = None,
         *args: Any,
         length_fn: Callable[[Any], float] = sample_length,
+        patches_fn: Callable[[Any], int] = sample_num_patches,
+        cost_fn: Callable[[Any], float] | None = None,
         **kwargs: Any,
     ) -> None:
         """
         Args:
             extension_config: Which levers, and how; None switches all off.
             length_fn: Length of an encoded (with ``preencode_sample``: pre-encoded) sample.
+            patches_fn: Vision patches of a sample, for ``--odb-max-patches``.
+            cost_fn: Compute cost of a sample, for ``--odb-max-cost``.
             args, kwargs: Of the next class in line.
         """
         super().__init__(*args, **kwargs)
-        self._levers = Levers(extension_config or ExtensionConfig(), length_fn)
+        self._levers = Levers(
+            extension_config or ExtensionConfig(), length_fn=length_fn, patches_fn=patches_fn, cost_fn=cost_fn
+        )
 
     def build_batch(
         self,
@@ -49,6 +55,7 @@ class LengthAwareTaskEncoderMixin:
     ) -> SavableDataset[Any]:
         """Energon's hook of this name, with the active lever's wrapper put in."""
         return self._levers.build_batch(
+            self,
             super().build_batch,  # type: ignore[misc]
             dataset,
             batch_size=batch_size,
@@ -68,13 +75,15 @@ def register(
     config: ExtensionConfig,
     *,
     length_fn: Callable[[Any], float] = sample_length,
+    patches_fn: Callable[[Any], int] = sample_num_patches,
+    cost_fn: Callable[[Any], float] | None = None,
 ) -> TaskEncoder[Any, Any, Any, Any]:
     """Does to an instance what the mixin does to a class, for task encoders whose class one does not own.
 
     Args:
         task_encoder: Changed in place.
         config: Which levers, and how.
-        length_fn: Length of an encoded sample.
+        length_fn, patches_fn, cost_fn: As of the mixin.
 
     Returns:
         The same task encoder.
@@ -88,18 +97,25 @@ def register(
             "would sort the first one's output. Register once, or leave the mixin out."
         )
     build_batch, build_val_datasets = task_encoder.build_batch, task_encoder.build_val_datasets
-    levers = Levers(config, length_fn)
+    levers = Levers(config, length_fn=length_fn, patches_fn=patches_fn, cost_fn=cost_fn)
 
     def build_batch_with_levers(
         self: Any,
         dataset: SavableDataset[Any],
         *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
-        **options: Any,
     ) -> SavableDataset[Any]:
         return levers.build_batch(
-            build_batch, dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config, **options
+            self,
+            build_batch,
+            dataset,
+            batch_size=batch_size,
+            batch_drop_last=batch_drop_last,
+            packing_buffer_size=packing_buffer_size,
+            worker_config=worker_config,
         )
 
     def build_val_datasets_without(self: Any, **kwargs: Any) -> SavableDataset[Any]:

@@ -18,11 +18,11 @@ _ENERGONS_FIELDS = frozenset(field.name for field in dataclasses.fields(Sample))
 
 def sample_num_bytes(sample: Any) -> int:
     """Bytes of the arrays, tensors, images and strings in a sample; containers are walked, overhead is left out."""
-    return _num_bytes_rule(type(sample))(sample)
+    return _num_bytes_rule(type(sample))(sample)  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.cache
-def _num_bytes_rule(kind: type) -> Callable[[Any], int]:
+def _num_bytes_rule(kind: Any) -> Callable[[Any], int]:
     """How to count the bytes of values of one type: looked up once per type, since every sample is counted."""
     if issubclass(kind, torch.Tensor):
         return lambda tensor: tensor.numel() * tensor.element_size()

@@ -76,3 +76,18 @@ def is_packed(sample: Any) -> bool:
     """Whether the sample holds several packed sequences: ``cu_lengths`` with more than two entries."""
     cu_lengths = _field(sample, "cu_lengths")
     return cu_lengths is not None and len(cu_lengths) > 2
+
+
+def sample_num_patches(sample: Any) -> int:
+    """Vision patches of an encoded sample: the product of each row of its ``*_grid_thw``, else its pixel rows."""
+    num_patches = 0
+    for visual in ("image", "video"):
+        grid = _field(sample, f"{visual}_grid_thw")
+        if grid is not None and len(grid):
+            num_patches += int(torch.as_tensor(grid).prod(-1).sum())
+    if num_patches == 0:
+        for name in ("pixel_values", "imgs", "images"):
+            pixels = _field(sample, name)
+            if hasattr(pixels, "shape"):
+                return int(pixels.shape[0])
+    return num_patches

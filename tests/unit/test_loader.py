@@ -9,8 +9,9 @@ import torch
 from megatron.energon import get_savable_loader as energons_get_savable_loader
 
 from aiak_ext import build_train_loader, get_savable_loader
-from aiak_ext.loader import find_length_sort
+from aiak_ext.loader import find_lever
 from aiak_ext.loader_state import load_loader_state, loader_state_path, save_loader_state
+from length_sort import LengthPoolSortDataset
 from tests.energon_data import SortedNumberTaskEncoder, lognormal_lengths, sorted_pools, train_dataset, write_dataset
 
 NUM_SAMPLES = 96
@@ -182,7 +183,7 @@ def test_switched_off_and_drained_needs_no_wrapper_any_more(data):
     rest = _batches(off, 10)
     plain = _loader(data, num_workers=0, config=sorted_pools(0))
     plain.restore_state(state)
-    assert find_length_sort(plain.loader.dataset) is None, "the pool has drained: plain Energon again"
+    assert find_lever(plain.loader.dataset, LengthPoolSortDataset) is None, "the pool has drained: plain Energon again"
     assert _batches(plain, 10) == rest
 
 

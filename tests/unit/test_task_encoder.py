@@ -7,7 +7,7 @@ from megatron.energon import DefaultTaskEncoder, MapDataset, get_val_dataset, st
 from megatron.energon.wrappers import BatchDataset, PackingDataset
 
 from aiak_ext import ExtensionConfig, build_train_loader, levers_off, register
-from aiak_ext.loader import find_length_sort
+from aiak_ext.loader import find_lever
 from length_sort import LengthPoolSortDataset
 from tests.energon_data import (
     NumberTaskEncoder,
@@ -88,7 +88,7 @@ def test_every_option_reaches_the_wrapper(data):
         seed=7,
         max_pool_bytes=12345,
     )
-    wrapper = find_length_sort(train_dataset(data, SortedNumberTaskEncoder(config)))
+    wrapper = find_lever(train_dataset(data, SortedNumberTaskEncoder(config)), LengthPoolSortDataset)
     settings = wrapper.config()
     expected = {
         "pool_size": 20,
@@ -202,7 +202,7 @@ def test_a_failing_later_hook_realigns_at_the_next_pool(data, stage, capsys):
         dataset = train_dataset(data, encoder, batch_size=1)
         loader = build_train_loader(dataset)
         emitted = [next(loader).indices[0] for _ in range(60)]
-        return emitted, find_length_sort(dataset)
+        return emitted, find_lever(dataset, LengthPoolSortDataset)
 
     straight, _ = lengths(set())
     lost = {straight[2], straight[5]}
@@ -228,7 +228,7 @@ def test_wrong_upstream_is_refused_and_the_opt_in_accepted(data):
 
 def test_start_up_lines(data, capsys):
     def ours():
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("[aiak-ext]")]
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("[aiak-ext] length sort")]
 
     loader = build_train_loader(train_dataset(data, SortedNumberTaskEncoder(sorted_pools(max_pool_bytes=2**30))))
     assert ours() == [
