@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_balance.cost import CostModel
+from data_balance import CostModel
 from examples.llava_ov.config import LlavaOnevisionConfig
 from examples.llava_ov.micro_batch import MicroBatch
 

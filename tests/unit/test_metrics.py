@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from aiak_ext.metrics import StepRecord, StepRecorder
 from aiak_ext.run_summary import read_records, summarize
-from aiak_ext.step_timing import HostWaitTimer, make_wait_timer
+from aiak_ext.step_timing import make_wait_timer
 
 
 def add(recorder: StepRecorder, **changes) -> None:
@@ -44,40 +43,67 @@ def test_a_rerun_of_the_step_counts_its_batches_once(tmp_path):
     assert record.num_samples == 2
 
 
-def test_waiting_is_counted_and_computing_is_not():
-    timer = HostWaitTimer()
-    with timer.measure():
-        time.sleep(0.2)
-        busy_until = time.thread_time() + 0.2
-        while time.thread_time() < busy_until:
-            pass
-        busy = time.thread_time()
-    waited = timer.pop_seconds()
-    assert waited >= 0.2 - 0.01
-    assert busy > 0
+class Clock:
+    """Stands in for the `time` module: time passes only when told to."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.busy_s = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.busy_s += seconds
+
+    def wait(self, seconds: float) -> None:
+        self.wall_s += seconds
+
+    def perf_counter(self) -> float:
+        return self.wall_s
+
+    def thread_time(self) -> float:
+        return self.busy_s
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    for module in ("aiak_ext.metrics", "aiak_ext.step_timing"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    return clock
+
+
+def test_waiting_is_counted_and_computing_is_not(clock):
+    timer = make_wait_timer(torch.device("cpu"))
+    for _ in range(2):
+        clock.wait(5.0)  # outside the section
+        with timer.measure():
+            clock.compute(2.0)
+            clock.wait(3.0)
+    assert timer.pop_seconds() == 6.0
     assert timer.pop_seconds() == 0.0
 
 
-def test_timed_grad_sync_passes_arguments_and_measures(tmp_path):
+def test_a_steps_times(tmp_path, clock):
+    calls = []
+
+    def finalize(model, num_tokens=None):
+        calls.append((model, num_tokens))
+        clock.compute(1.0)
+        clock.wait(4.0)
+        return "done"
+
     with StepRecorder(tmp_path, tensorboard=False) as recorder:
-        calls = []
-
-        def finalize(model, num_tokens=None):
-            calls.append((model, num_tokens))
-            time.sleep(0.05)
-            return "done"
-
         timed = recorder.timed_grad_sync(finalize)
-        recorder.start_step()
-        assert timed(["model"], num_tokens=3) == "done"
-        with recorder.data_wait():
-            time.sleep(0.05)
-        recorder.end_step()
-    (record,) = read_records(tmp_path)
-    assert calls == [(["model"], 3)]
-    assert record.grad_sync_wait_s > 0.03
-    assert record.data_time_s > 0.03
-    assert record.step_time_s > record.grad_sync_wait_s
+        for _ in range(2):
+            recorder.start_step()
+            with recorder.data_wait():
+                clock.wait(2.0)
+            clock.compute(8.0)
+            assert timed(["model"], num_tokens=3) == "done"
+            recorder.end_step()
+            clock.wait(100.0)  # a checkpoint between steps
+    assert calls == [(["model"], 3)] * 2
+    for record in read_records(tmp_path):
+        assert (record.step_time_s, record.data_time_s, record.grad_sync_wait_s) == (15.0, 2.0, 4.0)
 
 
 @pytest.fixture
