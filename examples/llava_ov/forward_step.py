@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from aiak_ext.metrics import StepRecorder
+from aiak_ext.worker_counters import read_counters
 from examples.llava_ov.batch_cost import BatchCost
 from examples.llava_ov.config import LlavaOnevisionConfig
 from examples.llava_ov.micro_batch import MicroBatch, next_micro_batch
@@ -56,11 +57,15 @@ class ForwardStep:
         with self._recorder.data_wait():
             batch = next_micro_batch(data_iterator, self._tensor_parallel_group, self._device)
         self.num_samples += batch.num_samples
+        counters = read_counters(batch)
         self._recorder.add_batch(
             num_samples=batch.num_samples,
             num_tokens=batch.num_tokens,
             num_token_slots=batch.tokens.numel(),
             cost=self._cost(batch),
+            deferred_samples=counters.get("deferred_samples", 0),
+            max_deferral_age=counters.get("oldest_deferral", 0),
+            counters=counters,
         )
         return run_model(model, batch), partial(_finite_token_losses, batch.labels)
 

@@ -29,6 +29,7 @@ class MicroBatch:
     num_images: torch.Tensor
     cu_lengths: torch.Tensor | None
     odb_info: torch.Tensor | None
+    worker_counters: torch.Tensor | None
 
     @classmethod
     def from_batch(cls, batch: LlavaBatch, device: torch.device) -> MicroBatch:

@@ -71,3 +71,5 @@ class LlavaBatch(Batch):
     cu_lengths: torch.Tensor | None = None
     #: int64, what the token-budget grouping says about the batch; None without it.
     odb_info: torch.Tensor | None = None
+    #: int64 [6], counters of the data worker that made the batch (`aiak_ext.worker_counters`); None without levers.
+    worker_counters: torch.Tensor | None = None

@@ -25,6 +25,7 @@ def batch_of(lengths: list[int], grids: list[list[int]] = (), cu_lengths: list[i
         num_images=torch.zeros(len(lengths), dtype=torch.int64),
         cu_lengths=None if cu_lengths is None else torch.tensor(cu_lengths, dtype=torch.int32),
         odb_info=None,
+        worker_counters=None,
     )
 
 
