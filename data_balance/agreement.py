@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -14,6 +15,8 @@ from data_balance.groups import ExchangeError, group_ranks
 #: Steps after which a published plan is deleted; stages are never that far apart.
 KEPT_STEPS = 16
 _POLL_S = 0.01
+
+_instances = itertools.count()
 
 
 class StageAgreement:
@@ -34,7 +37,8 @@ class StageAgreement:
         self._source = group_ranks(parent)[0]
         self._publishes = self._source == 0
         self._leads = dist.get_rank() == self._source
-        self._store = dist.PrefixStore("data_balance/agreement", _get_default_store())
+        # Every stage makes its agreements in the same order, so the number tells a run's second one from the first.
+        self._store = dist.PrefixStore(f"data_balance/agreement/{next(_instances)}", _get_default_store())
         self._timeout_s = timeout_s
 
     def same_plan(self, step: int, digest: bytes) -> None:
