@@ -34,7 +34,7 @@ class BatchCodec(Protocol):
         """Samples of a batch, in order."""
 
     def merge(self, samples: list[Sample], template: Any) -> Any:
-        """One micro batch of the type and fields of `template`, a batch of the loader."""
+        """One micro batch of the type and fields of `template`, a batch of this rank's loader."""
 
     def pads(self, template: Any) -> bool:
         """Whether `merge` pads samples to the longest one, as opposed to packing them or one sample per batch."""

@@ -25,6 +25,8 @@ KINDS = "__kinds__"
 VISUAL = "visual"
 #: Belongs to the batch as the loader made it, and is wrong once samples have moved.
 STALE_FIELDS = ("odb_info",)
+#: Belongs to this rank's loader, not to samples: stays on the rank.
+LOADER_FIELDS = ("worker_counters",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ class DefaultCodec:
             kinds.update(dict.fromkeys(self._split_visual(fields, visual, token_id, tokens, samples), VISUAL))
         lengths = _true_lengths(fields, size, width)
         for name, value in fields.items():
-            if value is None or name in STALE_FIELDS:
+            if value is None or name in STALE_FIELDS + LOADER_FIELDS:
                 continue
             kinds[name] = kind_of(name, value, size, width)
             for sample, part in zip(samples, split_field(name, kinds[name], value, lengths)):
@@ -221,6 +223,8 @@ def _fields_of(batch: Any) -> Sample:
 
 def _like(template: Any, merged: Sample) -> Any:
     """A batch of the template's type; its fields that no sample has become None (dataclass) or are left out (dict)."""
+    own = _fields_of(template)
+    merged.update({name: own[name] for name in LOADER_FIELDS if name in own})
     if not dataclasses.is_dataclass(template):
         return merged
     names = [field.name for field in dataclasses.fields(template)]

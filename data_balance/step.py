@@ -135,7 +135,7 @@ class StepBalancer:
             mine = table.sums[plan.assignment == self._rank]
             self._fitter.add_work(step, np.append(mine.sum(axis=0), len(mine)))
         moves = plan is not stay
-        batches = self._move(samples, items, plan, spec) if moves else self._as_loaded(pulled, spec)
+        batches = self._move(pulled, samples, items, plan, spec) if moves else self._as_loaded(pulled, spec)
         metrics = self._measure(step, items, stay, plan)
         metrics.over_cap = over_cap
         metrics.plan_s, metrics.exchange_s = planned - started, time.perf_counter() - planned
@@ -187,7 +187,9 @@ class StepBalancer:
             return stay, 0
         return plan, over_cap
 
-    def _move(self, samples: list[Sample], items: StepItems, plan: BalancePlan, spec: StepSpec) -> list[Any]:
+    def _move(
+        self, pulled: list[Any], samples: list[Sample], items: StepItems, plan: BalancePlan, spec: StepSpec
+    ) -> list[Any]:
         """Send samples and merge what arrives into this rank's micro batches."""
         outgoing: list[list[Record]] = [[] for _ in range(self._num_ranks)]
         codec = self._codec_of(self._template) if self._template is not None else None
@@ -201,20 +203,21 @@ class StepBalancer:
         for record in sorted((r for records in arrived for r in records), key=lambda r: r[_PLACE]):
             slot, _ = record.pop(_PLACE)
             by_slot[slot].append(record)
-        return [self._merge(chosen, spec.keep_pixels) for chosen in by_slot]
+        templates = pulled + [self._template] * (spec.num_microbatches - len(pulled))
+        return [self._merge(chosen, template, spec.keep_pixels) for chosen, template in zip(by_slot, templates)]
 
-    def _merge(self, samples: list[Sample], keep_pixels: bool) -> Any:
-        if self._template is None:
+    def _merge(self, samples: list[Sample], template: Any, keep_pixels: bool) -> Any:
+        if template is None:
             raise ValueError(
                 "this rank's loader has yielded no batch at all, so the type of a batch is unknown here; "
                 "give every rank data"
             )
-        codec = self._codec_of(self._template)
+        codec = self._codec_of(template)
         if not samples:
             assert self._spare is not None  # set together with the template
             spare = self._spare if keep_pixels else codec.without_pixels(self._spare)
             samples = [codec.idle(spare)]
-        return codec.merge(samples, self._template)
+        return codec.merge(samples, template)
 
     def _as_loaded(self, pulled: list[Any], spec: StepSpec) -> list[Any]:
         """The loader's own batches; rebuilt only where this stage must do without pixels."""

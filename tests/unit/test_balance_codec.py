@@ -28,6 +28,7 @@ class LlavaLikeBatch:
     num_images: torch.Tensor
     cu_lengths: torch.Tensor | None = None
     odb_info: torch.Tensor | None = None
+    worker_counters: torch.Tensor | None = None
     __subflavors__: list | None = None
 
 
@@ -80,6 +81,18 @@ def test_samples_of_two_batches_regroup_without_loss(samples: list, cut: int) ->
     groups = [group for group in (parts[:cut], parts[cut:]) if group]
     again = [sample for group in groups for sample in codec.split(codec.merge(group, batch))]
     assert_same(codec.merge(again, batch), whole)
+
+
+def test_a_loaders_counters_stay_on_their_rank() -> None:
+    codec = DefaultCodec()
+    mine, other = llava_batch([3] * 6, [[]] * 6), llava_batch([4], [[]], seed=1)
+    mine.worker_counters, other.worker_counters = torch.arange(6), torch.arange(6) * 10
+    merged = codec.merge(codec.split(other) + codec.split(mine)[:2], mine)
+    assert torch.equal(merged.worker_counters, mine.worker_counters) and len(merged.tokens) == 3
+    as_dict = {"tokens": torch.ones(1, 2), "worker_counters": torch.arange(6)}
+    assert torch.equal(
+        codec.merge(codec.split({"tokens": torch.ones(1, 3)}), as_dict)["worker_counters"], torch.arange(6)
+    )
 
 
 def test_sizes_of_a_sample() -> None:
