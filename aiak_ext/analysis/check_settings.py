@@ -1,0 +1,57 @@
+"""Whether the levers accept their flags, one by one and together."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from aiak_ext.analysis.findings import Finding, error, ok
+from aiak_ext.config import ExtensionConfig, LengthSortConfig
+
+
+def check_settings(args: argparse.Namespace) -> tuple[list[Finding], ExtensionConfig | None]:
+    """Whether the levers accept their flags: each alone, then all together.
+
+    Returns:
+        Findings, and the settings for the checks that follow: lenient ones, in which the levers that are wrong alone
+        are off and the loss is per token, so that every other fault is found in the same call. None when nothing
+        is left.
+    """
+    messages: dict[str, None] = {}
+    lenient = argparse.Namespace(**vars(args))
+    for only in (("length_sort",), ("odb",), ("data_balance",), ("length_sort", "odb", "data_balance")):
+        alone = _with_levers(args, only)
+        try:
+            ExtensionConfig.from_args(alone)
+        except ValueError as problem:
+            messages[str(problem)] = None  # that of a single lever may come again with all of them together
+    findings = [error("settings", *split_remedy(message)) for message in messages]
+    if not findings:
+        return [ok("settings", "the levers accept their flags and each other")], ExtensionConfig.from_args(args)
+    lenient.calculate_per_token_loss, lenient.train_samples = True, None
+    for levers in (("length_sort", "odb", "data_balance"), ("length_sort", "data_balance"), ("odb", "data_balance")):
+        try:
+            return findings, ExtensionConfig.from_args(_with_levers(lenient, levers))
+        except ValueError:
+            continue
+    return findings, None
+
+
+def split_remedy(message: str) -> tuple[str, str]:
+    """Message and remedy of one of our errors, which put the remedy behind the last semicolon."""
+    what, separator, remedy = message.rpartition("; ")
+    return (what, remedy) if separator else (message, "correct the value")
+
+
+def _with_levers(args: argparse.Namespace, names: tuple[str, ...]) -> argparse.Namespace:
+    """The arguments with every lever off that is not named."""
+    changed = argparse.Namespace(**vars(args))
+    if "length_sort" not in names:
+        for field in dataclasses.fields(LengthSortConfig):
+            option = field.metadata["option"]
+            setattr(changed, option.dest, option.default)
+    if "odb" not in names:
+        changed.odb_token_budget = 0
+    if "data_balance" not in names:
+        changed.use_data_balance = False
+    return changed
