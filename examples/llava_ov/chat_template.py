@@ -24,7 +24,10 @@ _PLACEHOLDER = re.compile(r"(<image>|<video>)\n?")
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], num_visual_tokens: list[int]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    num_visual_tokens: list[int],
+    train_on_prompt: bool = False,
 ) -> tuple[list[int], list[int]]:
     r"""Tokens and next-token labels of one conversation.
 
@@ -35,10 +38,11 @@ def render_chat(
         tokenizer: Knows the special tokens (`load_tokenizer`).
         messages: `{"role": ..., "content": ...}` per turn.
         num_visual_tokens: Visual tokens of each image or video, in the order of the placeholders.
+        train_on_prompt: Learn questions and turn marks too; visual tokens are never predicted.
 
     Returns:
         `tokens` and `labels` of the same length. `labels[i]` is `tokens[i + 1]` where that token belongs
-        to an answer or ends it, else -100.
+        to an answer or ends it (with `train_on_prompt`: where it is text), else -100.
 
     Raises:
         ValueError: Unknown role, an empty answer, no answer at all, a placeholder in an answer, or another
@@ -68,7 +72,9 @@ def render_chat(
         )
     if not any(is_answer):
         raise ValueError("no assistant turn, so there is nothing to learn; give at least one answer")
-    labels = [token if answer else IGNORE_INDEX for token, answer in zip(tokens[1:], is_answer[1:])]
+    image = token_id(tokenizer, IMAGE_TOKEN)
+    is_learned = [token != image for token in tokens] if train_on_prompt else is_answer
+    labels = [token if learned else IGNORE_INDEX for token, learned in zip(tokens[1:], is_learned[1:])]
     return tokens, [*labels, IGNORE_INDEX]
 
 

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Sequence
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from examples.llava_ov.chat_template import IGNORE_INDEX
 from examples.llava_ov.samples import LlavaBatch, LlavaSample
@@ -59,8 +59,10 @@ def pack_samples(samples: Sequence[LlavaSample]) -> LlavaSample:
     )
 
 
-def pad_samples(samples: Sequence[LlavaSample], pad_id: int) -> LlavaBatch:
-    """A micro batch of the given samples, right-padded to the longest.
+def pad_samples(samples: Sequence[LlavaSample], pad_id: int, multiple: int = 1) -> LlavaBatch:
+    """A micro batch of the given samples, right-padded to the longest, rounded up to a multiple of `multiple`.
+
+    Sequence parallelism splits the sequence evenly over the tensor-parallel ranks, so that it needs the multiple.
 
     Raises:
         ValueError: A packed sample beside others; `cu_lengths` describes one row only.
@@ -71,16 +73,22 @@ def pad_samples(samples: Sequence[LlavaSample], pad_id: int) -> LlavaBatch:
             "use micro batch size 1 with packing"
         )
     sources = tuple(source for sample in samples for source in sample.__sources__ or ())
+    width = -(-max(sample.total_len for sample in samples) // multiple) * multiple
     return LlavaBatch(
         __key__=[sample.__key__ for sample in samples],
         __restore_key__=(),  # Energon sets it, from the keys of the samples
         __subflavors__=[sample.__subflavors__ for sample in samples],
         __sources__=sources or None,
-        tokens=pad_sequence([sample.tokens for sample in samples], batch_first=True, padding_value=pad_id),
-        labels=pad_sequence([sample.labels for sample in samples], batch_first=True, padding_value=IGNORE_INDEX),
+        tokens=_pad([sample.tokens for sample in samples], width, pad_id),
+        labels=_pad([sample.labels for sample in samples], width, IGNORE_INDEX),
         pixel_values=torch.cat([sample.pixel_values for sample in samples]),
         image_grid_thw=torch.cat([sample.image_grid_thw for sample in samples]),
         lengths=torch.tensor([sample.total_len for sample in samples]),
         num_images=torch.tensor([len(sample.image_grid_thw) for sample in samples]),
         cu_lengths=samples[0].cu_lengths,
     )
+
+
+def _pad(rows: Sequence[torch.Tensor], width: int, value: int) -> torch.Tensor:
+    """Rows of up to `width` entries as [rows, width]."""
+    return torch.stack([pad(row, (0, width - len(row)), value=value) for row in rows])

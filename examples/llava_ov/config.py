@@ -159,9 +159,18 @@ def get_model_config(name: str, model_family: str = MODEL_FAMILY) -> LlavaOnevis
     Raises:
         ValueError: unknown name; the message lists the known ones.
     """
-    for (family, arch), factory in _MODEL_CONFIGS.items():
+    return _MODEL_CONFIGS[_registered(name, model_family)]()
+
+
+def model_family_of(name: str) -> str:
+    """The family of the model called `name`, see `get_model_config`."""
+    return _registered(name, MODEL_FAMILY)[0]
+
+
+def _registered(name: str, model_family: str) -> tuple[str, str]:
+    for family, arch in _MODEL_CONFIGS:
         if name == f"{family}-{arch}" or (family, arch) == (model_family, name):
-            return factory()
+            return family, arch
     raise ValueError(f"unknown model {name!r}; registered are: {', '.join(list_model_configs())}")
 
 

@@ -17,9 +17,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from .adapter import Adapter
-from .config import LlavaOnevisionConfig
+from .config import MODEL_FAMILY, LlavaOnevisionConfig
 from .initialize import initialize_weights
 from .language import build_language_model, language_transformer_config
+from .registry import register_model_provider
 from .vision import RiceViT, vision_transformer_config
 
 IGNORE_INDEX = -100
@@ -177,6 +178,7 @@ class LlavaOnevision(MegatronModule):
         return embeddings
 
 
+@register_model_provider(MODEL_FAMILY)
 def build_model(
     config: LlavaOnevisionConfig,
     pre_process: bool = True,

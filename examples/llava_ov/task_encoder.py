@@ -66,6 +66,8 @@ class LlavaTaskEncoder(DefaultTaskEncoder):
         tokenizer: PreTrainedTokenizerBase,
         seq_length: int | None = None,
         image_config: ImageConfig | None = None,
+        train_on_prompt: bool = False,
+        pad_to_multiple_of: int = 1,
         **kwargs: Any,
     ) -> None:
         """
@@ -73,12 +75,16 @@ class LlavaTaskEncoder(DefaultTaskEncoder):
             tokenizer: From `examples.llava_ov.tokenizer.load_tokenizer`.
             seq_length: Most tokens of a sample, and capacity of a pack; None sets no limit (and no packing).
             image_config: Patch geometry and picture size bounds.
+            train_on_prompt: Learn the questions too, see `render_chat`.
+            pad_to_multiple_of: Lengths of micro batches are multiples of it, see `pad_samples`.
             kwargs: For Energon's task encoder.
         """
         super().__init__(**kwargs)
         self.tokenizer = tokenizer
         self.seq_length = seq_length
         self.image_config = image_config or ImageConfig()
+        self.train_on_prompt = train_on_prompt
+        self.pad_to_multiple_of = pad_to_multiple_of
 
     @stateless
     def encode_sample(self, sample: ChatSample) -> LlavaSample:
@@ -108,7 +114,7 @@ class LlavaTaskEncoder(DefaultTaskEncoder):
             pixel_values.append(patches)
             grids.append(grid)
         num_visual_tokens = [t * h * w // self.image_config.merge_size**2 for t, h, w in grids]
-        tokens, labels = render_chat(self.tokenizer, chat.messages, num_visual_tokens)
+        tokens, labels = render_chat(self.tokenizer, chat.messages, num_visual_tokens, self.train_on_prompt)
         return LlavaSample.derive_from(
             sample,
             tokens=torch.tensor(tokens),
@@ -138,4 +144,4 @@ class LlavaTaskEncoder(DefaultTaskEncoder):
     @stateless
     def batch(self, samples: list[LlavaSample]) -> LlavaBatch:
         """One padded micro batch."""
-        return pad_samples(samples, self.tokenizer.pad_token_id)
+        return pad_samples(samples, self.tokenizer.pad_token_id, self.pad_to_multiple_of)
