@@ -57,13 +57,39 @@ def move_few_bytes(problem: Problem, home: IntArray, tolerance: float) -> IntArr
 
 
 def _first_exchange(state: _State, heavy: int, lightest: list[int], limit: float) -> tuple[int, int, int | None] | None:
-    """(partner, item given, item taken or None): the first partner that can stay within the limit, else any help."""
-    for within_limit in (True, False):
-        for light in lightest:
-            exchange = None if light == heavy else _best_exchange(state, heavy, light, limit, within_limit)
-            if exchange is not None:
-                return light, *exchange
+    """(partner, item given, item taken or None) that stays within the limit: with a light rank, else a swap with any.
+
+    Where nothing does, whatever lowers the heavier of the two loads.
+    """
+    lightest = [light for light in lightest if light != heavy]
+    for light in lightest:
+        exchange = _best_exchange(state, heavy, light, limit, within_limit=True)
+        if exchange is not None:
+            return light, *exchange
+    swap = _best_swap(state, heavy, limit)
+    if swap is not None:
+        return int(state.assignment[swap[1]]), *swap
+    for light in lightest:
+        exchange = _best_exchange(state, heavy, light, limit, within_limit=False)
+        if exchange is not None:
+            return light, *exchange
     return None
+
+
+def _best_swap(state: _State, heavy: int, limit: float) -> tuple[int, int] | None:
+    """(item given, item taken): the swap of `heavy` with any rank with the most excess removed per byte moved."""
+    problem = state.problem
+    room = (limit - state.loads)[state.assignment]
+    excess = state.loads[heavy] - limit
+    best, best_worth = None, 0.0
+    for given in state.items[heavy]:
+        difference = problem.costs[given] - problem.costs
+        worth = np.minimum(difference, excess) / (problem.sizes[given] + problem.sizes + 1.0)
+        worth[(difference <= 0) | (difference > room)] = 0.0
+        taken = int(worth.argmax())
+        if worth[taken] > best_worth:
+            best, best_worth = (given, taken), float(worth[taken])
+    return best
 
 
 def _best_exchange(
