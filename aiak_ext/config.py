@@ -14,14 +14,6 @@ __all__ = ["DataBalanceConfig", "ExtensionConfig", "LengthSortConfig", "ODBConfi
 
 logger = logging.getLogger(__name__)
 
-# Levers whose implementation is not part of this version: using any of their flags raises ValueError.
-# Remove a lever's line to switch it on.
-UNAVAILABLE_LEVERS = frozenset(
-    {
-        "data_balance",
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionConfig:
@@ -41,7 +33,7 @@ class ExtensionConfig:
         train_samples: The host's training length in samples, None when it counts iterations.
 
     Raises:
-        ValueError: For levers or settings that do not combine, and for levers that this version lacks.
+        ValueError: For levers or settings that do not combine.
     """
 
     length_sort: LengthSortConfig = field(default_factory=LengthSortConfig)
@@ -72,7 +64,6 @@ class ExtensionConfig:
             # replace() runs LengthSortConfig's own checks again, now with the block that will be used.
             resolved = dataclasses.replace(self.length_sort, shuffle_block=self.micro_batch_size)
             object.__setattr__(self, "length_sort", resolved)
-        _check_available(self)
         _check_combinations(self)
 
     @classmethod
@@ -130,19 +121,6 @@ def _length_sort_fields(args: Any, micro_batch_size: int) -> dict[str, Any]:
                 fields["pool_size"],
             )
     return fields
-
-
-def _check_available(config: ExtensionConfig) -> None:
-    """Raise ValueError when a flag of a lever that this version lacks is used."""
-    for lever in sorted(UNAVAILABLE_LEVERS):
-        settings = getattr(config, lever)
-        for name, declared in options_of(settings):
-            value = getattr(settings, name)
-            if value != declared.default:
-                raise ValueError(
-                    f"{declared.flag} is {value!r}, but its lever is not available in this version: the run "
-                    "would go on without it; leave the flag out"
-                )
 
 
 def _check_combinations(config: ExtensionConfig) -> None:

@@ -15,6 +15,7 @@ from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 from aiak_ext.loader_state import load_loader_state, save_loader_state
 from aiak_ext.startup import announce
 from aiak_ext.state_tree import DatasetState, states_beside_datasets, worker_dataset_states
+from data_balance import loader_state
 from length_sort import LengthPoolSortDataset, ODBGroupDataset, sample_length
 
 T = TypeVar("T")
@@ -215,9 +216,9 @@ class TrainLoader(Generic[T]):
         """State of this rank: what has been taken from the loader so far, and nothing that waits in queues."""
         return self.loader.save_state_rank()
 
-    def restore_state(self, state: SavableDataLoaderState | None) -> None:
-        """Restores this rank's state; before the first batch."""
-        self.loader.restore_state_rank(state)
+    def restore_state(self, state: Any) -> None:
+        """Restores this rank's state, also one saved under the data balance; before the first batch."""
+        self.loader.restore_state_rank(loader_state(state))
 
     def save_checkpoint(self, directory: str | Path) -> Path:
         """Writes ``train_dataloader_dprank%03d.pt`` of this rank into `directory`."""

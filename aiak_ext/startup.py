@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.energon.worker import WorkerConfig
 
-from aiak_ext.config import LengthSortConfig, ODBConfig
+from aiak_ext.config import DataBalanceConfig, LengthSortConfig, ODBConfig
 from length_sort import LengthPoolSortDataset
 
 
@@ -45,6 +45,18 @@ def odb_line(config: ODBConfig) -> str:
         f"odb: on, groups of at most {config.token_budget} tokens ({config.policy}, target {config.target}, order "
         f"{config.group_order}), {sync}; a round looks at {config.buffer_size} samples per worker, and the first batch "
         "waits for as many to be encoded"
+    )
+
+
+def balance_line(config: DataBalanceConfig) -> str:
+    """Whether the data balance is on, and with what settings."""
+    if not config.active:
+        return "data balance: off (--use-data-balance)"
+    what = "samples move before the forward" if config.scope == "step" else "images move inside the forward"
+    fitted = f", cost model fitted in the first {config.fit_steps} steps" if config.fit_steps else ""
+    return (
+        f"data balance: on, scope {config.scope} ({what}), {config.sorting_algo}, moves when that saves more than "
+        f"{config.threshold:.0%} of the heaviest rank's cost{fitted}"
     )
 
 

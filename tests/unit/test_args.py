@@ -6,7 +6,6 @@ import argparse
 
 import pytest
 
-import aiak_ext.config
 from aiak_ext.args import add_extension_args, apply_to_megatron_args, flag_table
 from aiak_ext.config import DataBalanceConfig, ExtensionConfig, LengthSortConfig, ODBConfig
 
@@ -44,11 +43,6 @@ FLAGS = [
 ]
 
 
-@pytest.fixture
-def all_levers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aiak_ext.config, "UNAVAILABLE_LEVERS", frozenset())
-
-
 def parse(parser: argparse.ArgumentParser, *words: str) -> ExtensionConfig:
     return ExtensionConfig.from_args(parser.parse_args(words))
 
@@ -63,7 +57,7 @@ def test_no_flags_parse_to_the_defaults() -> None:
     assert parse(add_extension_args(argparse.ArgumentParser())) == ExtensionConfig()
 
 
-def test_every_kind_of_flag_parses(all_levers: None) -> None:
+def test_every_kind_of_flag_parses() -> None:
     parser = add_extension_args(argparse.ArgumentParser())
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     sort = parse(parser, "--length-sort-pool-size", "1000", "--length-sort-desc", "--length-sort-seed", "7")
@@ -103,7 +97,7 @@ def test_llava_onevision_2_options_are_adopted_with_their_defaults() -> None:
     assert (sort.pool_size, sort.warmup_pools, sort.initial_pool_size) == (500, 3, 10)
 
 
-def test_mindspeed_options_are_adopted_in_either_spelling(all_levers: None) -> None:
+def test_mindspeed_options_are_adopted_in_either_spelling() -> None:
     host = argparse.ArgumentParser()
     host.add_argument("--use-data-balance", action="store_true")
     host.add_argument("--data_balance_sorting_algo", default="post_global_balancing_greedy_without_pad")
@@ -131,7 +125,7 @@ def test_a_flag_stored_elsewhere_is_refused() -> None:
         ({"data_balance": DataBalanceConfig(enabled=True, scope="encoder")}, False),
     ],
 )
-def test_variable_seq_lengths_follows_the_levers(all_levers: None, config: dict[str, object], expected: bool) -> None:
+def test_variable_seq_lengths_follows_the_levers(config: dict[str, object], expected: bool) -> None:
     args = argparse.Namespace(variable_seq_lengths=False)
     apply_to_megatron_args(args, ExtensionConfig(**config))
     assert args.variable_seq_lengths is expected

@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import aiak_ext.config
 from aiak_ext.config import DataBalanceConfig, ExtensionConfig, LengthSortConfig, ODBConfig
-from aiak_ext.options import options_of
-
-
-@pytest.fixture
-def all_levers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch on every lever, built or not, so that the cross checks can be reached."""
-    monkeypatch.setattr(aiak_ext.config, "UNAVAILABLE_LEVERS", frozenset())
 
 
 def namespace(**values: object) -> argparse.Namespace:
@@ -124,7 +116,7 @@ def test_missing_and_none_fields_take_defaults() -> None:
     assert config.length_sort.pool_size == 100
 
 
-def test_from_args_reads_every_flag_and_fact(all_levers: None) -> None:
+def test_from_args_reads_every_flag_and_fact() -> None:
     args = namespace(
         length_sort_desc=True,
         length_sort_warmup_steps=50,
@@ -170,39 +162,16 @@ def test_from_args_reads_every_flag_and_fact(all_levers: None) -> None:
         ),
     ],
 )
-def test_combinations_that_cannot_work_are_refused(
-    all_levers: None, values: dict[str, object], words: list[str]
-) -> None:
+def test_combinations_that_cannot_work_are_refused(values: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         ExtensionConfig(**values)
     for word in words:
         assert word in str(error.value)
 
 
-def test_combinations_that_work(all_levers: None) -> None:
+def test_combinations_that_work() -> None:
     balance = DataBalanceConfig(enabled=True)
     ExtensionConfig(length_sort=LengthSortConfig(pool_size=100), data_balance=balance, calculate_per_token_loss=True)
     ExtensionConfig(odb=ODBConfig(token_budget=100), data_balance=balance, calculate_per_token_loss=True)
     ExtensionConfig(data_balance=DataBalanceConfig(enabled=True, scope="encoder"))
     ExtensionConfig(length_sort=LengthSortConfig(pool_size=100), train_samples=1000)
-
-
-def other_value(name: str, default: object) -> object:
-    """A valid value of an option that differs from its default."""
-    words = {"policy": "tight", "target": "min", "group_order": "rank_window_random", "join_mode": "non-join"}
-    words |= {"sync": "none", "sorting_algo": "lpt", "scope": "encoder", "model_config": "model.json"}
-    if name in words:
-        return words[name]
-    return not default if isinstance(default, bool) else (default or 0) + 5
-
-
-@pytest.mark.parametrize(("lever", "config"), [("odb", ODBConfig), ("data_balance", DataBalanceConfig)])
-def test_every_flag_of_an_unavailable_lever_is_refused(
-    monkeypatch: pytest.MonkeyPatch, lever: str, config: type
-) -> None:
-    monkeypatch.setattr(aiak_ext.config, "UNAVAILABLE_LEVERS", frozenset({lever}))
-    for name, declared in options_of(config):
-        settings = {lever: config(**{name: other_value(name, declared.default)})}
-        with pytest.raises(ValueError, match=f"{declared.flag} is .*not available in this version"):
-            ExtensionConfig(**settings, calculate_per_token_loss=True)
-    ExtensionConfig(**{lever: config()})
