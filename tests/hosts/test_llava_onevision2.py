@@ -196,9 +196,12 @@ def test_one_wrapper_in_the_hosts_method_does_the_same_as_the_mixin(data):
     assert sorted(index for batch in first for index in batch) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.parametrize("get_loader", [aiak_ext.get_savable_loader, energons_get_savable_loader])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_resume_restores_samples_with_their_random_draws(data, num_workers, get_loader):
+@pytest.mark.parametrize(
+    ("get_loader", "num_workers"),
+    [(aiak_ext.get_savable_loader, 0), (aiak_ext.get_savable_loader, 2), (energons_get_savable_loader, 2)],
+    ids=["ours-0", "ours-2", "energon's-2"],
+)
+def test_resume_restores_samples_with_their_random_draws(data, get_loader, num_workers):
     args = arguments(
         *("--length-sort-pool-size", "16", "--micro-batch-size", "2", "--num-workers", str(num_workers)),
         *("--length-sort-warmup-steps", "3"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import multiprocessing
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,8 @@ def batches(iterator: BridgeIterator, count: int) -> list[tuple[int, ...]]:
 
 def on_every_rank(rank: int, world_size: int, data: Path) -> dict[str, Any]:
     """Two epochs of this rank, saved and restored after a third of the first."""
+    # A spawned process would spawn its data workers, which Energon 7.2 cannot; one that torchrun started forks them.
+    multiprocessing.set_start_method("fork", force=True)
     # Megatron's order: tensor-parallel ranks are neighbours, so data-parallel groups take every TP_SIZE-th rank.
     groups = [dist.new_group(list(range(tp_rank, world_size, TP_SIZE))) for tp_rank in range(TP_SIZE)]
     group = groups[rank % TP_SIZE]
@@ -206,9 +209,9 @@ def test_every_model_parallel_rank_resumes_exactly(ranks):
 
 
 def test_the_start_up_line_comes_from_one_rank_only(ranks):
-    sort_lines = [line for line in ranks[0]["printed"] if line.startswith("[aiak-ext] length sort: on, pools of 48")]
-    assert len(sort_lines) == 1
-    assert [rank["printed"] for rank in ranks[1:]] == [[], [], []]
+    lines = [[line for line in rank["printed"] if line.startswith("[aiak-ext] length sort: ")] for rank in ranks]
+    assert [len(own) for own in lines] == [1, 0, 0, 0]
+    assert lines[0][0].startswith("[aiak-ext] length sort: on, pools of 48 samples")
 
 
 def test_samples_without_a_length_need_length_fn(data):
