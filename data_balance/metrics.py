@@ -15,7 +15,7 @@ class BalanceMetrics:
         imbalance_after: the same after the move.
         bytes_moved: bytes of all ranks' samples that changed ranks.
         moved_share: the same as a share of all bytes.
-        plan_s: seconds of gathering lengths and planning.
+        plan_s: seconds of gathering lengths and planning (of planning alone for the encoder).
         exchange_s: seconds of splitting, sending and merging.
         wait_s: seconds that the training waited for the step.
         hidden_share: share of the work on the step, loading included, that ran behind the training.

@@ -150,8 +150,8 @@ class BalancedVisionEncoder(nn.Module):
         others: all ranks' grids identify it, and it gets the same plan, so that features are recomputed
             where they were computed.
         """
-        started = time.perf_counter()
         pixel_values, grid_thw, grids, home = self._gather(pixel_values, grid_thw)
+        started = time.perf_counter()
         key = grids.tobytes() + home.tobytes()
         is_new = torch._C._current_graph_task_id() == -1
         plan = None if is_new else self._plans.get(key)
