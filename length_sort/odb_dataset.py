@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.energon import Sample
-from megatron.energon.errors import ErrorContext
 from megatron.energon.flavors.base_dataset import FlexState, SavableDataset
 from megatron.energon.worker import WorkerConfig
 from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restore_key
@@ -23,6 +22,7 @@ from length_sort.odb_state import check_same, restore_rounds, save_rounds
 from length_sort.pool_buffer import PoolBuffer
 from length_sort.pool_order import read_ahead_count
 from length_sort.rounds import Candidate, Group, RankRounds, RoundRules
+from length_sort.sample_errors import SampleErrors
 from length_sort.sample_length import sample_length
 from length_sort.store_channel import ODBSyncError
 
@@ -133,9 +133,9 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
         self.cost_fn = cost_fn
         self.loss_tokens_fn = loss_tokens_fn
         self._buffer = PoolBuffer(self.dataset.restore_sample, max_bytes=max_buffer_bytes)
-        self._failures = ErrorContext(
-            name=f"ODBGroupDataset.{getattr(length_fn, '__qualname__', length_fn)}",
-            handler=worker_config.global_error_handler,
+        self._errors = SampleErrors(
+            f"ODBGroupDataset.{getattr(length_fn, '__qualname__', length_fn)}",
+            worker_config,
             tolerance=failure_tolerance,
         )
         # Energon keeps prefetch x workers + 1 snapshots; a loader that keeps more says so in begin_loader.
@@ -317,8 +317,12 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
                 self._exhausted = True
                 return
             self._agreement.progress()
-            with self._failures.handle_errors(sample):
+            try:
                 self._rounds.buffer.append(self._candidate(sample))
+            except Exception as error:
+                self._errors.handle(error, sample)
+            else:
+                self._errors.succeeded()
 
     def _candidate(self, sample: Any) -> Candidate:
         length = operator.index(self.length_fn(sample))

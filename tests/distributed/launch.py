@@ -33,10 +33,9 @@ def _child(
         WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # data workers are forked, as in a process of torchrun's
     try:
-        dist.init_process_group(
-            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-        )
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
         result = fn(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()

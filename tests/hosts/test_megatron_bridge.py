@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import multiprocessing
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,8 +154,6 @@ def batches(iterator: BridgeIterator, count: int) -> list[tuple[int, ...]]:
 
 def on_every_rank(rank: int, world_size: int, data: Path) -> dict[str, Any]:
     """Two epochs of this rank, saved and restored after a third of the first."""
-    # A spawned process would spawn its data workers, which Energon 7.2 cannot; one that torchrun started forks them.
-    multiprocessing.set_start_method("fork", force=True)
     # Megatron's order: tensor-parallel ranks are neighbours, so data-parallel groups take every TP_SIZE-th rank.
     groups = [dist.new_group(list(range(tp_rank, world_size, TP_SIZE))) for tp_rank in range(TP_SIZE)]
     group = groups[rank % TP_SIZE]
