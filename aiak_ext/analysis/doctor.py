@@ -183,7 +183,7 @@ def check_encoder_ranks(args: argparse.Namespace, config: ExtensionConfig, facts
     """Whether data balance has ranks to balance between."""
     if not config.data_balance.active:
         return []
-    encoder_ranks = 1
+    model_parallel = encoder_ranks = _model_parallel_size(args)
     if config.data_balance.model_config is not None:
         try:
             encoder_ranks = ModelConfig.from_json(config.data_balance.model_config).encoder_ranks
@@ -198,7 +198,6 @@ def check_encoder_ranks(args: argparse.Namespace, config: ExtensionConfig, facts
                 "give --ranks, or world-size in the arguments",
             )
         ]
-    model_parallel = _model_parallel_size(args)
     encoder_dp = ranks * model_parallel / encoder_ranks
     if encoder_dp == 1:
         return [
@@ -209,7 +208,7 @@ def check_encoder_ranks(args: argparse.Namespace, config: ExtensionConfig, facts
                 "leave --use-data-balance out, or give the encoder smaller parallel sizes",
             )
         ]
-    if encoder_ranks != model_parallel and config.data_balance.model_config is not None:
+    if encoder_ranks != model_parallel:
         return [
             error(
                 "encoder ranks",

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from aiak_ext.analysis.memory import MemoryModel
 from aiak_ext.analysis.samples import IntArray, SampleTable
 from data_balance import SampleCostModel
+from data_balance.bounds import rank_loads
 
 FloatArray = NDArray[np.float64]
 
@@ -150,8 +151,8 @@ def micro_batch_costs(schedule: Schedule, table: SampleTable, costs: SampleCostM
         np.maximum.at(longest, key, language)
         language_load = longest * np.bincount(key, minlength=size)
     else:
-        language_load = np.bincount(key, weights=language, minlength=size)
-    vision_load = np.bincount(schedule.key(schedule.vision_rank), weights=vision, minlength=size)
+        language_load = rank_loads(language, key, size)
+    vision_load = rank_loads(vision, schedule.key(schedule.vision_rank), size)
     return language_load.reshape(schedule.shape), vision_load.reshape(schedule.shape)
 
 

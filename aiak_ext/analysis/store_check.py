@@ -23,7 +23,7 @@ def check_store(address: str | None = None) -> list[Finding]:
     """
     findings = [_check_own_host()]
     if address is not None:
-        findings.append(_check_reachable(address))
+        findings.append(check_reachable(address))
     return findings
 
 
@@ -44,7 +44,8 @@ def _check_own_host() -> Finding:
     return ok("store", "a store host starts on this node and answers")
 
 
-def _check_reachable(address: str) -> Finding:
+def check_reachable(address: str) -> Finding:
+    """Whether the node HOST[:PORT] answers from here; a port must accept a connection."""
     name, _, port = address.partition(":")
     try:
         socket.create_connection((name, int(port or _ANY_PORT)), timeout=_TIMEOUT_S).close()
