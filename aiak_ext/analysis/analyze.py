@@ -17,6 +17,7 @@ from aiak_ext.analysis.recommend import (
     recommend_budget,
     recommend_buffer,
     recommend_lever,
+    recommend_order,
     recommend_patches,
     recommend_pool,
     recommend_scope,
@@ -172,11 +173,13 @@ def _predict(
         replace(pooled.setting, balance=BalanceSettings()),
     ]
     if facts.table.has_images:
-        settings.append(replace(plain, balance=BalanceSettings(scope="encoder")))
+        # Samples of one length differ in cost there, so sorting by cost is another setting.
+        by_cost = [replace(setting, order_by="cost") for setting in (pooled.setting, settings[1])]
+        settings += [replace(plain, balance=BalanceSettings(scope="encoder")), *by_cost]
     results = [pooled, *(run(setting) for setting in settings)]
     scope = recommend_scope(results, cost["vision_share"])
     lever, workers = recommend_lever(facts, now, results), recommend_workers(facts)
-    advice = [lever, pool, block, budget, patches, buffer, workers, scope]
+    advice = [lever, pool, block, recommend_order(results), budget, patches, buffer, workers, scope]
     return [now, *results], [one for one in advice if one is not None]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from aiak_ext.analysis.samples import IntArray, SampleTable
-from aiak_ext.analysis.schedule import Schedule
+from aiak_ext.analysis.schedule import FloatArray, Schedule
 from aiak_ext.analysis.streams import Streams
 from length_sort.pool_order import PoolRule
 
@@ -20,6 +22,7 @@ def pooled_schedule(
     num_slots: int,
     num_steps: int,
     rule: PoolRule,
+    sort_keys: FloatArray | IntArray,
 ) -> Schedule:
     """Steps as a run trains them whose workers order their pools by `rule`.
 
@@ -34,13 +37,11 @@ def pooled_schedule(
         num_slots: Micro batches per step and rank.
         num_steps: Most steps; fewer where a stream ends before.
         rule: The pools' rule without worker slot; a pool size of 0 keeps the order read.
+        sort_keys: What each sample [n] is sorted by: its length, or what a ``length_fn`` gives.
     """
     per_worker = -(-num_steps * num_slots // num_workers) * micro_batch_size
     emitted = [
-        [
-            _emitted(table, streams, rank, worker, per_worker // micro_batch_size * micro_batch_size, rule)
-            for worker in range(num_workers)
-        ]
+        [_emitted(table, streams, rank, worker, per_worker, rule, sort_keys) for worker in range(num_workers)]
         for rank in range(num_ranks)
     ]
     batches = min(len(one) // micro_batch_size for workers in emitted for one in workers)
@@ -54,21 +55,26 @@ def pooled_schedule(
     return Schedule.from_order(order[:, : num_steps * num_slots * micro_batch_size], num_slots, micro_batch_size)
 
 
-def _emitted(table: SampleTable, streams: Streams, rank: int, worker: int, count: int, rule: PoolRule) -> IntArray:
+def _emitted(
+    table: SampleTable,
+    streams: Streams,
+    rank: int,
+    worker: int,
+    count: int,
+    rule: PoolRule,
+    sort_keys: FloatArray | IntArray,
+) -> IntArray:
     """The first `count` samples that a worker emits; fewer where its stream ends."""
     if rule.pool_size == 0:
         return streams.take(rank, worker, count)
     pools: list[IntArray] = []
     num_read = pool_index = 0
-    own_rule = PoolRule(
-        **{name: getattr(rule, name) for name in rule.__dataclass_fields__ if name != "worker_slot"},
-        worker_slot=worker,
-    )
+    own_rule = replace(rule, worker_slot=worker)
     while num_read < count:
         pool = streams.take(rank, worker, own_rule.size_of_pool(pool_index))
         if not len(pool):
             break
-        order = own_rule.order(table.num_tokens[pool].tolist(), table.packed[pool].tolist(), first_index=num_read)
+        order = own_rule.order(sort_keys[pool].tolist(), table.packed[pool].tolist(), first_index=num_read)
         pools.append(pool[order])
         num_read += len(pool)
         pool_index += 1

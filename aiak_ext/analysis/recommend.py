@@ -90,6 +90,26 @@ def recommend_block(facts: Facts, pooled: Result, simulate: Simulate) -> Recomme
     return Recommendation(setting="--length-sort-shuffle-block", value=block, reason=reason)
 
 
+def recommend_order(results: list[Result]) -> Recommendation | None:
+    """Length or compute cost as what pools sort and groups are matched by; None where they are the same."""
+    shares, worth = [], []
+    for costly in results:
+        if costly.setting.order_by != "cost":
+            continue
+        plain = next(one for one in results if one.setting == replace(costly.setting, order_by="length"))
+        name, before, after = costly.setting.lever, plain.figures.useful, costly.figures.useful
+        shares.append(f"{name} has {percent(before)} useful time by length and {percent(after)} by cost")
+        if after - before >= WORTHWHILE:
+            worth.append(name)
+    if not shares:
+        return None
+    reason = "; ".join(shares)
+    if worth:
+        reason += "; samples of one length cost differently: give the mixin a length_fn (length sort) or cost_fn (ODB)"
+    value = f"compute cost for {', '.join(worth)}" if worth else "length, the default"
+    return Recommendation(setting="order by", value=value, reason=reason)
+
+
 def recommend_budget(facts: Facts) -> Recommendation:
     """A budget that holds what a micro batch holds now and the longest sample, as far as memory allows."""
     table, size = facts.table, facts.present.micro_batch_size

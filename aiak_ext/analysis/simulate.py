@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from aiak_ext.analysis.balanced import BalanceSettings, balanced_schedule
 from aiak_ext.analysis.memory import MemoryModel
 from aiak_ext.analysis.odb_groups import odb_schedule
@@ -14,6 +16,7 @@ from aiak_ext.analysis.schedule import Figures, Schedule, measure
 from aiak_ext.analysis.streams import DealtStreams, ReadStreams, Streams
 from aiak_ext.lever_configs import round_up
 from data_balance import SampleCostModel
+from length_sort.odb_dataset import default_cost
 from length_sort.pool_order import PoolRule
 from length_sort.rounds import RoundRules
 
@@ -22,6 +25,8 @@ from length_sort.rounds import RoundRules
 _ORDERED = (262_144, 64, 4096)
 _GROUPED = (32_768, 32, 512)
 _PLANNED = (2_048, 4, 64)
+
+ORDERS = ("length", "cost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,9 @@ class Setting:
     pool: PoolRule | None = None
     odb: RoundRules | None = None
     balance: BalanceSettings | None = None
+    order_by: str = "length"
+    """What pools are sorted and ODB's groups matched by: ``length``, as the flags alone do, or ``cost``, as with a
+    ``length_fn`` or ``cost_fn`` that gives the sample's compute cost."""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 2:
@@ -49,6 +57,8 @@ class Setting:
         for name in ("micro_batch_size", "num_microbatches", "num_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, which makes no step; give at least 1")
+        if self.order_by not in ORDERS:
+            raise ValueError(f"order_by {self.order_by!r} is unknown; choose one of {', '.join(ORDERS)}")
         if self.pool is not None and self.odb is not None:
             raise ValueError("length sort together with ODB: ODB undoes the pool's order; simulate one of the two")
 
@@ -71,6 +81,8 @@ class Setting:
             parts.append(f"{rules.policy}/{rules.target} budget {rules.token_budget} buffer {rules.buffer_size}")
         if self.balance is not None:
             parts.append(self.balance.algorithm)
+        if self.order_by == "cost" and (self.pool is not None or self.odb is not None):
+            parts.append("by cost")
         return ", ".join(parts)
 
 
@@ -156,11 +168,12 @@ def _streams(table: SampleTable, setting: Setting, seed: int, as_read: bool) -> 
 def _schedule(
     table: SampleTable, setting: Setting, costs: SampleCostModel, num_steps: int, streams: Streams
 ) -> Schedule:
+    by_cost, sample_costs = setting.order_by == "cost", costs.cost(table.sums)
     if setting.odb is not None:
         return odb_schedule(
             table,
             streams,
-            costs.cost(table.sums),
+            sample_costs if by_cost else np.array([default_cost(n) for n in table.num_tokens.tolist()]),
             num_ranks=setting.num_ranks,
             num_workers=setting.num_workers,
             num_slots=setting.num_microbatches,
@@ -176,4 +189,5 @@ def _schedule(
         num_slots=setting.num_microbatches,
         num_steps=num_steps,
         rule=setting.pool if setting.pool is not None else PoolRule(pool_size=0),
+        sort_keys=sample_costs if by_cost else table.num_tokens,
     )

@@ -131,6 +131,19 @@ def test_levers_raise_useful_time_in_their_ways() -> None:
     assert none.waiting == pytest.approx(1 - none.efficiency)
 
 
+def test_order_by_cost_matches_ranks_that_length_leaves_apart() -> None:
+    """Samples of one length with and without images: only their cost tells them apart."""
+    table = random_table()
+    table = table_of(np.full(2000, 100).tolist(), (table.num_patches * 10).tolist())
+    rules = RoundRules(token_budget=100, policy="packed", target="min", buffer_size=256)
+    for lever in ({"pool": pool_rule(256, 1)}, {"odb": rules}):
+        by_length = figures_of(Setting(num_ranks=8, **lever), table, 200)
+        by_cost = figures_of(Setting(num_ranks=8, order_by="cost", **lever), table, 200)
+        assert by_length.efficiency < 0.8 < 0.93 < by_cost.efficiency
+    with pytest.raises(ValueError, match="order_by 'size' is unknown"):
+        Setting(num_ranks=8, order_by="size")
+
+
 @pytest.mark.parametrize("policy", ["carry_over", "tight", "packed"])
 def test_odb_groups_keep_the_budget_and_the_ranks_in_step(policy: str) -> None:
     rules = RoundRules(token_budget=2048, buffer_size=128, policy=policy, target="min")

@@ -110,6 +110,9 @@ def test_simulate_a_grid_with_curves(lengths_csv: Path, tmp_path: Path) -> None:
     assert all(row["waiting"] == pytest.approx(1 - row["efficiency"]) for row in rows)
     with Image.open(plot) as image:
         assert image.size[0] > 1000 and len(image.convert("RGB").getcolors(1_000_000) or []) > 20
+    orders = ("--order-by", "length", "--order-by", "cost", "--policy", "packed", "--max-patches", 1200)
+    rows = json.loads(call(*arguments[:2], "--lever", "odb", *orders, "--ranks", 4, "--steps", 10, "--json"))["rows"]
+    assert [row["detail"].endswith("by cost") for row in rows] == [False, True]
     table = call(*arguments[:2], "--lever", "none", "--steps", 5, "--device-memory-gib", 1)
     assert "GiB over" in table
 
@@ -171,6 +174,9 @@ def test_analyze_the_standing_benchmark() -> None:
     assert report["vision"]["image_sample_share"] == pytest.approx(0.724, abs=0.001)
     assert report["predicted"][0]["padding"] == pytest.approx(0.515, abs=0.03)
     assert report["predicted"][1]["padding"] < 0.02
+    advice = {one["setting"]: one for one in report["recommendations"]}
+    assert advice["order by"]["value"] == "compute cost for odb"
+    assert advice["--odb-max-patches"]["value"] >= report["vision"]["max"]
     assert "is the bottleneck" in report["bottleneck"]
 
 

@@ -14,7 +14,7 @@ from aiak_ext.analysis.balanced import BalanceSettings
 from aiak_ext.analysis.commands.options import POSITIVE, Model, model_options, user_errors
 from aiak_ext.analysis.commands.samples_input import SamplesInput, input_options
 from aiak_ext.analysis.plots import plot_results
-from aiak_ext.analysis.simulate import Result, Setting, pool_rule, simulate
+from aiak_ext.analysis.simulate import ORDERS, Result, Setting, pool_rule, simulate
 from aiak_ext.analysis.text_table import format_table, gibibytes, percent
 from data_balance import SORTING_ALGORITHMS
 from length_sort.grouping import POLICIES, TARGETS
@@ -36,9 +36,18 @@ MOST_RANKS = 8192
 @click.option("--block", type=POSITIVE, help="Shuffle block.  [default: the micro batch size]")
 @click.option("--budget", type=POSITIVE, multiple=True, default=(8192,), show_default=True, help="Repeatable.")
 @click.option("--buffer", "buffer_size", type=POSITIVE, default=1024, show_default=True)
+@click.option("--max-patches", type=POSITIVE, help="Most vision patches of an ODB group.")
 @click.option("--policy", type=click.Choice(POLICIES), multiple=True, default=("packed",), show_default=True)
 @click.option("--target", type=click.Choice(TARGETS), default="min", show_default=True)
 @click.option("--group-order", type=click.Choice(GROUP_ORDERS), default="aligned", show_default=True)
+@click.option(
+    "--order-by",
+    type=click.Choice(ORDERS),
+    multiple=True,
+    default=ORDERS[:1],
+    show_default=True,
+    help="What pools are sorted and groups matched by; cost is a length_fn or cost_fn of one's own. Repeatable.",
+)
 @click.option("--algorithm", type=click.Choice(list(SORTING_ALGORITHMS)), default="lpt", show_default=True)
 @click.option("--workers", type=POSITIVE, default=1, show_default=True, help="Data workers per rank.")
 @click.option("--accumulation", type=POSITIVE, default=1, show_default=True, help="Micro batches per step and rank.")
@@ -101,7 +110,19 @@ def simulate_command(
         click.echo(f"curves: {plot}")
 
 
-_GRID = ("lever", "pool", "block", "budget", "buffer_size", "policy", "target", "group_order", "algorithm")
+_GRID = (
+    "lever",
+    "pool",
+    "block",
+    "budget",
+    "buffer_size",
+    "max_patches",
+    "policy",
+    "target",
+    "group_order",
+    "order_by",
+    "algorithm",
+)
 
 
 def _settings(
@@ -112,15 +133,24 @@ def _settings(
     block: int | None,
     budget: tuple[int, ...],
     buffer_size: int,
+    max_patches: int | None,
     policy: tuple[str, ...],
     target: str,
     group_order: str,
+    order_by: tuple[str, ...],
     algorithm: str,
 ) -> list[Setting]:
     """The levers' settings for one geometry."""
     pools = [pool_rule(size, block or plain.micro_batch_size) for size in pool]
     rules = [
-        RoundRules(token_budget=tokens, buffer_size=buffer_size, policy=name, target=target, group_order=group_order)
+        RoundRules(
+            token_budget=tokens,
+            buffer_size=buffer_size,
+            max_patches=max_patches,
+            policy=name,
+            target=target,
+            group_order=group_order,
+        )
         for name in policy
         for tokens in budget
     ]
@@ -134,7 +164,12 @@ def _settings(
         "balance_encoder": [replace(plain, balance=encoder)],
         "length_sort+balance_step": [replace(plain, pool=rule, balance=step) for rule in pools],
     }
-    return [setting for name in lever for setting in variants[name]]
+    return [
+        replace(setting, order_by=order) if setting.pool or setting.odb else setting
+        for name in lever
+        for setting in variants[name]
+        for order in order_by
+    ]
 
 
 def _fits(result: Result, model: Model) -> bool:
