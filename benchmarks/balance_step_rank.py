@@ -22,8 +22,7 @@ cpu_shim.install()
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from data_balance import BalancedDataIterator, BalanceOptions, CostModel, SampleCostModel
-from data_balance.vision import BalancedVisionEncoder
+from data_balance import BalancedDataIterator, BalancedVisionEncoder, BalanceOptions, CostModel, SampleCostModel
 from examples.llava_ov.config import LlavaOnevisionConfig, get_model_config
 from examples.llava_ov.distributed_setup import start_process_group
 from examples.llava_ov.forward_step import run_model

@@ -21,6 +21,7 @@ from data_balance.planners import (
 )
 from data_balance.prefetch import PrefetchMicroBatchIterator
 from data_balance.state import loader_state
+from data_balance.vision import BalancedVisionEncoder, keep_in_graph
 
 __all__ = [
     "SORTING_ALGORITHMS",
@@ -28,6 +29,7 @@ __all__ = [
     "BalanceOptions",
     "BalancePlan",
     "BalancedDataIterator",
+    "BalancedVisionEncoder",
     "BatchCodec",
     "CostModel",
     "DataBalance",
@@ -42,6 +44,7 @@ __all__ = [
     "exchange",
     "imbalance",
     "karmarkar_karp",
+    "keep_in_graph",
     "loader_state",
     "lower_bound",
     "lpt",

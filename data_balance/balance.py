@@ -106,6 +106,7 @@ class DataBalance:
             config.check_group(dist.get_world_size(group), dist.get_world_size())
         self.last_metrics: BalanceMetrics | None = None
         self._iterator: Iterator[Any] | None = None
+        self._has_ended = False
         self._request: StepRequest | None = None
         self._restored = BalanceState(None)
         self._snapshots: dict[int, Any] = {}
@@ -246,20 +247,21 @@ class DataBalance:
         spec = self._request.spec(step, self.options.is_first_stage)
         balanced = self._balancer.balance(step, self._pull(spec.num_microbatches), spec)
         if balanced is None:
+            self._has_ended, self._iterator = False, None  # asked again, a loader may have a further epoch
             raise StopIteration
         return balanced
 
     def _pull(self, number: int) -> list[Any]:
-        """The loader's next batches; fewer at its end."""
+        """The loader's next batches; fewer at its end, and then none until all ranks have come to theirs."""
         if self._iterator is None:
             # A loader that is an iterator must not be asked for a new one: it would start over.
             self._iterator = self._loader if hasattr(self._loader, "__next__") else iter(self._loader)
-        pulled = []
-        for _ in range(number):
+        pulled: list[Any] = []
+        while len(pulled) < number and not self._has_ended:
             try:
                 pulled.append(next(self._iterator))
             except StopIteration:
-                break
+                self._has_ended = True
         return pulled
 
     def _check(self, request: StepRequest) -> None:

@@ -95,6 +95,8 @@ class BalancedVisionEncoder(nn.Module):
         self._num_planned = 0
         self._num_skipped = 0
         self._plans: OrderedDict[bytes, _ImagePlan] = OrderedDict()
+        if hasattr(encoder, "sharded_state_dict"):  # Megatron's distributed checkpoints ask for it
+            self.sharded_state_dict = encoder.sharded_state_dict
         self.register_state_dict_post_hook(_drop_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
 

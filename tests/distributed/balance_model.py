@@ -45,10 +45,14 @@ class Vlm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.vit = Vit()
-        self.encode = self.vit
+        self.set_encoder(self.vit)
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.attention = Attention()
         self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def set_encoder(self, encoder: Any) -> None:
+        """Encode by `encoder`, past torch's hook that would register the ViT's parameters twice."""
+        object.__setattr__(self, "encode", encoder)
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, int]:
         """Summed token loss and number of tokens with loss."""

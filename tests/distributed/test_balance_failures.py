@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data_balance import BalancedDataIterator, BalanceOptions, ExchangeError
-from data_balance.vision import BalancedVisionEncoder
+from data_balance import BalancedDataIterator, BalancedVisionEncoder, BalanceOptions, ExchangeError
 from tests.distributed.balance_model import Vit, mixed_batches
 from tests.distributed.launch import run_ranks
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 
 
 def iterator_over(rank: int, **settings: Any) -> BalancedDataIterator:

@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from data_balance import SORTING_ALGORITHMS, BalancedDataIterator, BalanceOptions, DefaultCodec, exchange
+from data_balance import (
+    SORTING_ALGORITHMS,
+    BalancedDataIterator,
+    BalancedVisionEncoder,
+    BalanceOptions,
+    DefaultCodec,
+    exchange,
+    keep_in_graph,
+)
 from data_balance.groups import ExchangeError, own_gloo_group
-from data_balance.vision import BalancedVisionEncoder, keep_in_graph
 from tests.distributed.balance_model import (
     HIDDEN,
     MERGE,
@@ -168,6 +175,30 @@ def check_uneven_ends(rank: int) -> None:
     iterator.close()
 
 
+class EpochLoader:
+    """Starts over when it is asked again after its end, as a loader with several epochs does."""
+
+    def __init__(self, rank: int, number: int) -> None:
+        self.rank, self.number, self.epoch, self.batches = rank, number, 0, None
+
+    def __next__(self) -> Any:
+        if self.batches is None:
+            self.epoch += 1
+            self.batches = mixed_batches(self.rank, self.number, seed=self.epoch)
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = None
+            raise
+
+
+def check_epochs(rank: int) -> None:
+    """An epoch ends on all ranks at once, although their shards are of unequal length; the next one follows."""
+    iterator = BalancedDataIterator(EpochLoader(rank, [1, 4, 2, 3][rank]), num_microbatches=1, options=exactly())
+    assert [len(list(iterator)) for _ in range(2)] == [4, 4]
+    iterator.close()
+
+
 def check_stages_without_encoder(rank: int) -> None:
     """A stage without the encoder gets the same samples without pixels."""
     options = exactly(is_first_stage=False)
@@ -191,7 +222,14 @@ def check_refusals(rank: int) -> None:
 
 
 def step_scope(rank: int, world: int) -> str:
-    for check in (check_exchange, check_step_scope, check_uneven_ends, check_stages_without_encoder, check_refusals):
+    for check in (
+        check_exchange,
+        check_step_scope,
+        check_uneven_ends,
+        check_epochs,
+        check_stages_without_encoder,
+        check_refusals,
+    ):
         check(rank)
         dist.barrier()
     return "done"
@@ -288,21 +326,14 @@ def check_encoder_totals(rank: int) -> None:
 def check_encoder_in_a_model(rank: int) -> None:
     """Image, video and text mixed, ViT trainable, cost carried over the micro batches of a step."""
     off_model, on_model = build_model(), build_model()
-    on_model.encode = BalancedVisionEncoder(
-        on_model.vit, num_microbatches=MICROBATCHES, threshold=0.0, split_frames=True, timeout_s=TIMEOUT_S
-    )
-    names = set(off_model.vit.state_dict())
-    assert set(on_model.encode.state_dict()) == names, "a checkpoint has to fit with the balance on or off"
-    on_model.encode.load_state_dict(off_model.vit.state_dict())
-    del on_model._modules["encode"]
     balanced = BalancedVisionEncoder(
         on_model.vit, num_microbatches=MICROBATCHES, threshold=0.0, split_frames=True, timeout_s=TIMEOUT_S
     )
-    object.__setattr__(on_model, "encode", balanced)
-    del off_model._modules["encode"]
-    object.__setattr__(off_model, "encode", off_model.vit)
+    on_model.set_encoder(balanced)
+    assert set(balanced.state_dict()) == set(off_model.vit.state_dict()), "a checkpoint fits with the balance on or off"
+    balanced.load_state_dict(off_model.vit.state_dict())
     for _ in range(2):
-        batches = [b for b in mixed_batches(rank, MICROBATCHES, seed=9)]
+        batches = list(mixed_batches(rank, MICROBATCHES, seed=9))
         for batch in batches:  # images only: every rank calls the encoder once per micro batch
             for name in ("pixel_values_videos", "video_grid_thw", "num_videos"):
                 batch.pop(name, None)
