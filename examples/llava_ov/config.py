@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 MODEL_FAMILY = "llava-ov-1.5"
+# Attributes of the model that can be trained or frozen by themselves.
+PARTS = ("vision_model", "adapter", "language_model")
 # Vocabularies are padded to a multiple of this, whatever the parallel layout, so that every layout trains the
 # same model. Qwen's 151,936 is one already.
 VOCAB_MULTIPLE = 128

@@ -12,6 +12,7 @@ from megatron.energon import WorkerConfig, get_loader, get_train_dataset, get_va
 from transformers import PreTrainedTokenizerBase
 
 import aiak_ext
+from examples.llava_ov.image_processing import ImageConfig
 from examples.llava_ov.samples import LlavaBatch
 from examples.llava_ov.task_encoder import LlavaTaskEncoder
 from examples.llava_ov.tokenizer import load_tokenizer
@@ -35,16 +36,25 @@ def reads_data() -> bool:
 
 
 def build_loader(
-    args: argparse.Namespace, extension: aiak_ext.ExtensionConfig, tokenizer: PreTrainedTokenizerBase
+    args: argparse.Namespace,
+    extension: aiak_ext.ExtensionConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train_on_prompt: bool = False,
 ) -> Any:
-    """An endless loader of `LlavaBatch`, with `save_checkpoint`, `load_checkpoint` and `close`."""
+    """An endless loader of `LlavaBatch`, with `save_checkpoint`, `load_checkpoint` and `close`.
+
+    With `--packing-buffer-size` Energon's packer forms the samples; a lever then works on packs.
+    """
     dataset = get_train_dataset(
         args.data_path,
         worker_config=_worker_config(args.num_workers),
         batch_size=args.micro_batch_size,
         shuffle_buffer_size=args.shuffle_buffer_size,
         max_samples_per_sequence=None,
-        task_encoder=DemoTaskEncoder(extension, tokenizer=tokenizer, seq_length=args.seq_length),
+        packing_buffer_size=args.packing_buffer_size,
+        task_encoder=DemoTaskEncoder(
+            extension, train_on_prompt=train_on_prompt, **_task_encoder_options(args, tokenizer)
+        ),
     )
     return aiak_ext.build_train_loader(dataset)
 
@@ -55,9 +65,19 @@ def build_validation_batches(args: argparse.Namespace, tokenizer: PreTrainedToke
         args.data_path,
         worker_config=_worker_config(num_workers=0),
         batch_size=1,
-        task_encoder=LlavaTaskEncoder(tokenizer=tokenizer, seq_length=args.seq_length),
+        task_encoder=LlavaTaskEncoder(**_task_encoder_options(args, tokenizer)),
     )
     return list(get_loader(dataset))
+
+
+def _task_encoder_options(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "tokenizer": tokenizer,
+        "seq_length": args.seq_length,
+        "image_config": ImageConfig(max_pixels=args.max_pixels),
+        # Sequence parallelism splits every sequence evenly.
+        "pad_to_multiple_of": args.tensor_model_parallel_size if args.sequence_parallel else 1,
+    }
 
 
 def _worker_config(num_workers: int) -> WorkerConfig:

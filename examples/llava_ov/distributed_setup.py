@@ -51,6 +51,7 @@ def initialize_megatron(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
+        args.num_virtual_stages_per_pipeline_rank,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     cpu_shim.install_after_import()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from examples.llava_ov.data_loading import build_validation_batches
 from examples.llava_ov.forward_step import LossFunc, run_model, sum_token_losses, totals_over_ranks
 from examples.llava_ov.micro_batch import MicroBatch
+from examples.llava_ov.model import IGNORE_INDEX
 from examples.llava_ov.samples import LlavaBatch
 
 
@@ -23,11 +25,13 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> float:
-    """Mean loss per token over the validation split; a collective call over all ranks.
+    """Mean loss per answer token over the validation split; a collective call over all ranks.
 
     Every sample is a micro batch of its own, so the result does not depend on how training forms batches.
     """
     batches = build_validation_batches(args, tokenizer)
+    if len(model) > 1:
+        batches = _filled_up(batches, args.pipeline_model_parallel_size)
 
     def forward_step(data_iterator: Iterator[LlavaBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
         batch = MicroBatch.from_batch(next(data_iterator), device)
@@ -38,7 +42,7 @@ def evaluate(
     with torch.no_grad():
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
+            data_iterator=[iter(batches) for _ in model],
             model=model,
             num_microbatches=len(batches),
             seq_length=1,  # variable_seq_lengths: stages tell each other the true shapes
@@ -49,3 +53,10 @@ def evaluate(
         chunk.train()
     loss_sum, num_loss_tokens, _ = totals_over_ranks(reports, 0, device)
     return loss_sum / max(num_loss_tokens, 1)
+
+
+def _filled_up(batches: list[LlavaBatch], multiple: int) -> list[LlavaBatch]:
+    """`batches` and as many without loss as make a multiple, which the interleaved schedule needs."""
+    last = batches[-1]
+    idle = dataclasses.replace(last, labels=torch.full_like(last.labels, IGNORE_INDEX))
+    return batches + [idle] * (-len(batches) % multiple)

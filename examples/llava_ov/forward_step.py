@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model
 
 from aiak_ext.metrics import StepRecorder
 from aiak_ext.worker_counters import read_counters
@@ -45,18 +46,26 @@ class ForwardStep:
         self._device = device
         self.num_samples = 0
         """Samples of this rank since `start_step`."""
+        self.num_tokens = 0
+        """Their tokens, without padding."""
 
     def start_step(self) -> None:
         """Count from zero: a new step, or the same one run again."""
         self._recorder.start_step()
-        self.num_samples = 0
+        self.num_samples = self.num_tokens = 0
 
     def __call__(
         self, data_iterator: Iterator[LlavaBatch] | None, model: torch.nn.Module
     ) -> tuple[torch.Tensor, LossFunc]:
         with self._recorder.data_wait():
             batch = next_micro_batch(data_iterator, self._tensor_parallel_group, self._device)
+        if not get_attr_wrapped_model(model, "vp_stage"):  # under virtual pipelining the other chunks see it again
+            self._count(batch)
+        return run_model(model, batch), partial(_finite_token_losses, batch.labels)
+
+    def _count(self, batch: MicroBatch) -> None:
         self.num_samples += batch.num_samples
+        self.num_tokens += batch.num_tokens
         counters = read_counters(batch)
         self._recorder.add_batch(
             num_samples=batch.num_samples,
@@ -67,7 +76,6 @@ class ForwardStep:
             max_deferral_age=counters.get("oldest_deferral", 0),
             counters=counters,
         )
-        return run_model(model, batch), partial(_finite_token_losses, batch.labels)
 
 
 def run_model(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -90,7 +98,7 @@ def sum_token_losses(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
         labels: int64 [b, s], -100 where there is no loss.
         losses: float [b, s], zero there.
     """
-    loss_sum = losses.float().sum()
+    loss_sum = losses.sum(dtype=torch.float64)
     num_tokens = (labels != IGNORE_INDEX).sum().to(torch.int)
     return loss_sum, num_tokens, {"loss_sum": loss_sum.detach(), "num_loss_tokens": num_tokens}
 

@@ -17,14 +17,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from .adapter import Adapter
-from .config import MODEL_FAMILY, LlavaOnevisionConfig
+from .config import MODEL_FAMILY, PARTS, LlavaOnevisionConfig
 from .initialize import initialize_weights
 from .language import build_language_model, language_transformer_config
 from .registry import register_model_provider
 from .vision import RiceViT, vision_transformer_config
 
 IGNORE_INDEX = -100
-PARTS = ("vision_model", "adapter", "language_model")
 
 Encoder = Callable[[Tensor, Tensor], Tensor]
 

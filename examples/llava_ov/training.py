@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,11 +24,14 @@ from typing_extensions import Self
 import aiak_ext
 from aiak_ext.metrics import StepRecorder
 from examples.llava_ov.arguments import num_microbatches
-from examples.llava_ov.checkpoint import load_checkpoint, save_checkpoint
+from examples.llava_ov.checkpoint import Checkpointer, check_can_resume
+from examples.llava_ov.checkpoint_files import latest_checkpoint
 from examples.llava_ov.data_loading import build_loader, reads_data, tokenizer_of
 from examples.llava_ov.evaluation import evaluate
 from examples.llava_ov.forward_step import ForwardStep, totals_over_ranks
 from examples.llava_ov.model_setup import build_ddp_model, build_optimizer, model_config_of
+from examples.llava_ov.step_rates import StepRates
+from examples.llava_ov.validation_log import ValidationLog
 
 
 class Trainer:
@@ -38,34 +42,49 @@ class Trainer:
     Args:
         args: From `parse_train_args`.
         device: From `start_process_group`.
+        train_on_prompt: Learn questions as well as answers.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, *, train_on_prompt: bool = False) -> None:
         self.args = args
         self.device = device
         self.step = 0
         self.num_samples = 0
         """Samples emitted so far, over all ranks."""
+        self.num_skipped_steps = 0
+        """Steps whose update the optimizer left out."""
         data_group = parallel_state.get_data_parallel_group()
         self._num_microbatches = num_microbatches(args, data_group.size())
+        self._samples_per_step = self._num_microbatches * args.micro_batch_size * data_group.size()
         extension = aiak_ext.ExtensionConfig.from_args(args)
         self._tokenizer = tokenizer_of(args)
         model_config = model_config_of(args, self._tokenizer)
-        samples_per_step = self._num_microbatches * args.micro_batch_size * data_group.size()
-        self._num_samples_planned = args.sample_quota or args.train_iters * samples_per_step
-        self.model = build_ddp_model(model_config, device)
-        self.optimizer, self.scheduler = build_optimizer(args, self.model, self._num_samples_planned)
+        self.model = build_ddp_model(args, model_config, device)
+        schedule_length = args.sample_quota or args.train_iters * self._samples_per_step
+        self.optimizer, self.scheduler = build_optimizer(args, self.model, schedule_length)
         self.recorder = StepRecorder(args.metrics_dir, group=data_group, log_interval=args.log_interval, device=device)
+        self._rates = StepRates(device)
+        self._validation_log = ValidationLog(args.metrics_dir)
         config = self.model[0].config
-        config.finalize_model_grads_func = self.recorder.timed_grad_sync(finalize_model_grads)
-        config.no_sync_func = self.model[0].no_sync
+        config.finalize_model_grads_func = self._rates.timed_grad_sync(
+            self.recorder.timed_grad_sync(finalize_model_grads)
+        )
+        no_sync_funcs = [chunk.no_sync for chunk in self.model]
+        config.no_sync_func = no_sync_funcs if len(self.model) > 1 else no_sync_funcs[0]
         self._forward_step = ForwardStep(
             model_config, self.recorder, parallel_state.get_tensor_model_parallel_group(), device
         )
-        self._loader = build_loader(args, extension, self._tokenizer) if reads_data() else None
-        self._data_iterator = None if self._loader is None else RerunDataIterator(self._loader)
-        if args.load:
-            self._resume(args.load)
+        self._loader = build_loader(args, extension, self._tokenizer, train_on_prompt) if reads_data() else None
+        self._data_iterators = self._iterators()
+        self._checkpointer = Checkpointer(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            settings={"model_name": args.model_name, "trainable_modules": sorted(args.trainable_modules)},
+            keep=args.keep_checkpoints,
+            asynchronous=args.async_save,
+        )
+        self._start_from_checkpoint()
 
     def train(self) -> list[float]:
         """Train until the arguments say stop.
@@ -81,11 +100,14 @@ class Trainer:
                 scalars = self._train_step()
                 losses.append(scalars["loss"])
                 bar.set_postfix(step=self.step, loss=f"{scalars['loss']:.3f}", refresh=False)
-                bar.update(scalars["samples"])
-                leave = self._finished() or bool(args.exit_interval and self.step % args.exit_interval == 0)
-                save_now = leave or (args.save_interval and self.step % args.save_interval == 0)
-                if args.save and save_now:
+                bar.update(scalars["samples"] if args.sample_quota else 1)
+                leave = self._finished() or _divides(args.exit_interval, self.step)
+                if _divides(args.eval_interval, self.step):
+                    self._validation_log.add(self.step, self.num_samples, self.evaluate())
+                if args.save and (leave or _divides(args.save_interval, self.step)):
                     self.save(args.save)
+                self._checkpointer.poll()
+        self._checkpointer.wait()
         self.recorder.flush()
         return losses
 
@@ -96,22 +118,19 @@ class Trainer:
     def save(self, root: str | Path) -> Path:
         """Write a checkpoint; a collective call over all ranks."""
         writes_loader = self._loader is not None and parallel_state.is_pipeline_first_stage()
-        return save_checkpoint(
-            root,
-            self.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            progress={
-                "step": self.step,
-                "num_samples": self.num_samples,
-                "metrics": self.recorder.state_dict(),
-            },
-            loader=self._loader if writes_loader else None,
+        progress = {
+            "step": self.step,
+            "num_samples": self.num_samples,
+            "num_skipped_steps": self.num_skipped_steps,
+            "metrics": self.recorder.state_dict(),
+        }
+        return self._checkpointer.save(
+            root, self.step, progress=progress, loader=self._loader if writes_loader else None
         )
 
     def close(self) -> None:
-        """Stop the data workers and close the metrics."""
+        """Stop the data workers and the save in flight, close the metrics."""
+        self._checkpointer.abort()
         if self._loader is not None:
             self._loader.close()
         self.recorder.close()
@@ -124,49 +143,64 @@ class Trainer:
     ) -> None:
         self.close()
 
-    def _resume(self, root: str) -> None:
-        progress = load_checkpoint(
-            root,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            loader=self._loader,
-            restart_data=self.args.restart_data,
-        )
-        if progress is not None:
+    def _iterators(self) -> list[RerunDataIterator | None]:
+        """One per model chunk; under virtual pipelining all chunks of a rank see the same micro batches."""
+        if self._loader is None:
+            return [None] * len(self.model)
+        streams = [self._loader] if len(self.model) == 1 else itertools.tee(self._loader, len(self.model))
+        return [RerunDataIterator(stream) for stream in streams]
+
+    def _start_from_checkpoint(self) -> None:
+        args = self.args
+        if args.load and latest_checkpoint(args.load) is not None:
+            check_can_resume(args.use_distributed_optimizer)
+            progress = self._checkpointer.load(args.load, loader=self._loader, restart_data=args.restart_data)
+            assert progress is not None
             self.step, self.num_samples = progress["step"], progress["num_samples"]
+            self.num_skipped_steps = progress["num_skipped_steps"]
             self.recorder.load_state_dict(progress["metrics"])
+        elif args.pretrained_checkpoint:
+            self._checkpointer.load_pretrained(args.pretrained_checkpoint)
 
     def _train_step(self) -> dict[str, float]:
         """One optimizer step; returns the figures that are logged."""
+        self._rates.start()
         reports = self._forward_backward()
         updated, grad_norm, _ = self.optimizer.step()
-        loss_sum, num_loss_tokens, num_samples = totals_over_ranks(reports, self._forward_step.num_samples, self.device)
+        counted = self._forward_step
+        loss_sum, num_loss_tokens, num_samples = totals_over_ranks(reports, counted.num_samples, self.device)
         if updated:
-            self.scheduler.step(increment=num_samples)
+            # Packs and groups hold any number of samples, so a run bounded by steps counts each as a global batch.
+            self.scheduler.step(increment=num_samples if self.args.sample_quota else self._samples_per_step)
+        self.num_skipped_steps += not updated
         self.step += 1
         self.num_samples += num_samples
+        speaks_for_replica = (
+            parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
         scalars = {
             "loss": loss_sum / max(num_loss_tokens, 1),
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0,
             "grad_norm": float(grad_norm or 0.0),
             "samples": num_samples,
+            "skipped_steps": self.num_skipped_steps,
+            **self._rates.finish(num_samples, counted.num_tokens, speaks_for_replica),
         }
         self.recorder.end_step(scalars)
         return scalars
 
     def _forward_backward(self) -> list[dict[str, torch.Tensor]]:
-        """Gradients of one step, run again by Megatron when a loss is not finite; the last stage's reports."""
+        """Gradients of one step, run again by Megatron when one is not finite; the last stage's reports."""
         machine = get_rerun_state_machine()
         reports: list[dict[str, torch.Tensor]] = []
-        while machine.should_run_forward_backward(self._data_iterator):
+        while machine.should_run_forward_backward(self._data_iterators):
             self._forward_step.start_step()
             for chunk in self.model:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
-                data_iterator=self._data_iterator,
+                data_iterator=self._data_iterators,
                 model=self.model,
                 num_microbatches=self._num_microbatches,
                 seq_length=1,  # variable_seq_lengths: stages tell each other the true shapes
@@ -177,7 +211,7 @@ class Trainer:
         if should_exit:
             reproduced = exit_code == EXIT_CODE_RESUME_TO_DISAMBIGUATE
             raise RuntimeError(
-                f"The loss of step {self.step} is not finite, and a second run of the step "
+                f"The loss or a gradient of step {self.step} is not finite, and a second run of the step "
                 + (
                     "gave the same: look at its samples and lower the learning rate."
                     if reproduced
@@ -191,10 +225,15 @@ class Trainer:
         return (iters is not None and self.step >= iters) or (quota is not None and self.num_samples >= quota)
 
     def _progress_bar(self) -> Any:
+        quota = self.args.sample_quota
         return tqdm(
-            total=self._num_samples_planned,
-            initial=self.num_samples,
-            unit="sample",
+            total=quota or self.args.train_iters,
+            initial=self.num_samples if quota else self.step,
+            unit="sample" if quota else "step",
             desc=self.args.run_name,
             disable=dist.get_rank() != 0,
         )
+
+
+def _divides(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % interval == 0
