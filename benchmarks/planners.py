@@ -170,7 +170,7 @@ def main(ranks: tuple[int, ...], items: tuple[int, ...], repeats: int, output: P
     cases = [(w, r, i) for w in workloads for r in ranks for i in items]
     rows = [row for case in tqdm(cases, desc="cases", leave=False) for row in compare(*case, repeats)]
     click.echo(format_table(rows))
-    steps = [step_scope(r, 8, pool) for r in ranks if r <= 1024 for pool in (0, 1000)]
+    steps = [step_scope(r, 8, pool) for r in sorted({min(r, 1024) for r in ranks}) for pool in (0, 1000)]
     click.echo("\n" + format_table(steps))
     write_json(output, {"lengths": notes, "rows": rows, "step_scope": steps})
 

@@ -53,7 +53,7 @@ class BalanceOptions:
         agree_across_stages: other pipeline stages or tensor-parallel ranks read the same data: compare plans with
             global rank 0's at every step, and take fitted coefficients from there.
         timeout_s: seconds that a collective waits for a late rank.
-        verbose: log the ranks' loads before and after, every step.
+        verbose: print the ranks' loads before and after, every step.
     """
 
     calculate_per_token_loss: bool | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ from data_balance.step_plan import (
     step_cost,
     step_imbalance,
 )
-
-logger = logging.getLogger(__name__)
 
 _PLACE = "__data_balance_place__"
 
@@ -246,14 +243,11 @@ class StepBalancer:
             idle_microbatches=int((plan.slot_counts() == 0).sum()),
         )
         if self._options.verbose and self._rank == 0:
-            logger.info(
-                "data balance step %d: imbalance %.3f -> %.3f, %d bytes moved; load per rank before %s, after %s",
-                step,
-                metrics.imbalance_before,
-                metrics.imbalance_after,
-                metrics.bytes_moved,
-                _brief(before.sum(axis=1)),
-                _brief(after.sum(axis=1)),
+            print(
+                f"data balance, step {step}: imbalance {metrics.imbalance_before:.3f} -> "
+                f"{metrics.imbalance_after:.3f}, {metrics.bytes_moved} bytes moved; load per rank before "
+                f"{_brief(before.sum(axis=1))}, after {_brief(after.sum(axis=1))}",
+                flush=True,
             )
         return metrics
 
@@ -266,7 +260,7 @@ class StepBalancer:
         if np.isfinite(coefficients).all():
             self.use_cost_model(from_coefficients(coefficients))
             if self._rank == 0:
-                logger.info("data balance: cost model fitted at step %d: %s", step, self.cost_model)
+                print(f"data balance: cost model fitted at step {step}: {self.cost_model}", flush=True)
         self._fitter = None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -218,16 +219,13 @@ def check_skips_and_metrics(rank: int) -> None:
         for i in range(4):
             yield make_batch(generator, f"r{rank}b{i}", 1, [1], [0])
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("data_balance")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     iterator = BalancedDataIterator(
         even(), num_microbatches=2, sorting_algo_name="lpt", options=options(threshold=0.02, verbose=True)
     )
-    batches = list(iterator)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        batches = list(iterator)
+    lines = printed.getvalue().splitlines()
     metrics = iterator.last_metrics
     assert metrics is not None and metrics.moves_skipped == 2 and metrics.bytes_moved == 0
     assert metrics.imbalance_before == metrics.imbalance_after == 1.0 and metrics.plan_s > 0
