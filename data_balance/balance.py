@@ -99,6 +99,7 @@ class DataBalance:
                 "calculate_per_token_loss; set BalanceOptions(calculate_per_token_loss=True) to confirm it"
             )
         self.num_chunks = len_model
+        self._prefetch = prefetch
         self._is_list = virtual_pipeline_model_parallel_size is not None
         self._loader, self._rewrap = unwrap_iterator(train_data_iterator)
         config = ModelConfig.from_json(model_config_path) if model_config_path is not None else None
@@ -275,7 +276,7 @@ class DataBalance:
                 f"max_batch_capacity {capacity} is below micro_batch_size {size}, so the loader's own "
                 "batches would not fit; raise the capacity"
             )
-        if self._request is not None and request != self._request:
+        if self._prefetch and self._request is not None and request != self._request:
             raise ValueError(
                 f"the arguments changed from {self._request} to {request}, but the step was prepared with "
                 "the former; give the same ones at every call, and a callable for a changing num_microbatches"

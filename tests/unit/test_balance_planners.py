@@ -162,6 +162,20 @@ def test_min_move_moves_little() -> None:
     assert tighter.loads(costs).max() < plan.loads(costs).max()
 
 
+def test_min_move_needs_no_full_reshuffle_where_ranks_hold_few_heavy_items() -> None:
+    """Ranks of a few videos have nothing small to give; they have to find a swap with some other rank."""
+    rng = np.random.default_rng(2)
+    num_ranks = 256
+    lengths = rng.lognormal(7, 0.9, num_ranks * 32)
+    frames = np.where(rng.random(len(lengths)) < 0.1, 16, 1)
+    frame = np.where(frames > 1, lengths / 4, lengths)
+    costs = 6 * 1024 * frames * frame + frames * frame**2
+    home = np.repeat(np.arange(num_ranks), 32)
+    plan = min_move(costs, num_ranks, home=home, sizes=frames * frame)
+    assert plan.loads(costs).max() <= 1.02 * lower_bound(costs, num_ranks) * (1 + 1e-9)
+    assert moved_share(frames * frame, home, plan.assignment) <= 0.15
+
+
 def test_min_move_leaves_an_even_placement_alone() -> None:
     home = np.array([0, 0, 1, 1, 2, 2])
     plan = min_move([5, 1, 4, 2, 3, 3], 3, home=home)
