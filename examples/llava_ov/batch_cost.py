@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_balance import CostModel
+from data_balance import CostModel, SampleCostModel
 from examples.llava_ov.config import LlavaOnevisionConfig
 from examples.llava_ov.micro_batch import MicroBatch
 
@@ -26,6 +26,11 @@ class BatchCost:
             vocab_size=language.padded_vocab_size,
         )
         self._vision = CostModel.for_transformer(vision.hidden_size, vision.ffn_hidden_size, vision.num_layers)
+
+    @property
+    def sample_cost_model(self) -> SampleCostModel:
+        """The same costs as the data balance plans with."""
+        return SampleCostModel(vision=self._vision, language=self._language)
 
     def __call__(self, batch: MicroBatch) -> float:
         frames, height, width = batch.image_grid_thw.unbind(1)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MICRO_BATCH_SIZE = 4
+# Micro batches of single samples that make a step under ODB's packed policy hold about this many tokens each.
+TOKEN_BUDGET = 800
 # Beside a row's metrics: its loss on held-out samples after the run.
 FINAL_LOSS_FILE = "final_loss.json"
 
@@ -35,9 +37,22 @@ def demo_rows(num_samples: int, num_ranks: int, only: Sequence[str] = ()) -> lis
             f"{num_samples} samples are fewer than two steps of {num_ranks} ranks x {MICRO_BATCH_SIZE}, and the first "
             f"step is not timed, so nothing could be compared. Use {2 * num_ranks * MICRO_BATCH_SIZE} or more."
         )
+    length_sort = ("--length-sort-pool-size", str(pool_size))
+    odb = ("--odb-token-budget", str(TOKEN_BUDGET), "--odb-policy", "packed", "--odb-target", "min")
+    odb += ("--odb-buffer-size", str(pool_size))
     rows = [
         Row(name="none"),
-        Row(name="length_sort", flags=("--length-sort-pool-size", str(pool_size))),
+        Row(name="length_sort", flags=length_sort),
+        Row(name="odb", flags=odb),
+        Row(name="balance_step", flags=("--use-data-balance", "--data-balance-sorting-algo", "lpt")),
+        Row(
+            name="balance_encoder",
+            flags=("--use-data-balance", "--data-balance-sorting-algo", "lpt", "--data-balance-scope", "encoder"),
+        ),
+        Row(
+            name="length_sort+balance_step",
+            flags=(*length_sort, "--use-data-balance", "--data-balance-sorting-algo", "lpt"),
+        ),
     ]
     unknown = sorted(set(only) - {row.name for row in rows})
     if unknown:
