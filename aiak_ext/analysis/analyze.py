@@ -177,7 +177,7 @@ def _predict(
         by_cost = [replace(setting, order_by="cost") for setting in (pooled.setting, settings[1])]
         settings += [replace(plain, balance=BalanceSettings(scope="encoder")), *by_cost]
     results = [pooled, *(run(setting) for setting in settings)]
-    scope = recommend_scope(results, cost["vision_share"])
+    scope = recommend_scope(now, results, cost["vision_share"])
     lever, workers = recommend_lever(facts, now, results), recommend_workers(facts)
     advice = [lever, pool, block, recommend_order(results), budget, patches, buffer, workers, scope]
     return [now, *results], [one for one in advice if one is not None]

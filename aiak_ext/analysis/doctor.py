@@ -16,6 +16,7 @@ from aiak_ext.analysis.store_check import check_store
 from aiak_ext.analysis.text_table import gibibytes
 from aiak_ext.config import ExtensionConfig
 from data_balance import ModelConfig
+from length_sort.odb_dataset import DEFAULT_MAX_BUFFER_BYTES
 
 #: Pool in micro batches below which the ranks' quantiles are too coarse (seed 000: ten to a hundred times).
 SMALL_POOL = 10
@@ -243,11 +244,11 @@ def check_pool_memory(args: argparse.Namespace, config: ExtensionConfig, facts: 
     if not size:
         return []
     workers = max(getattr(args, "num_workers", None) or 2, 1)
-    if facts.bytes_per_sample is None and not sort.active:
-        return []
-    per_worker = sort.max_pool_bytes if facts.bytes_per_sample is None else size * facts.bytes_per_sample
-    if sort.active:
-        per_worker = min(per_worker, sort.max_pool_bytes)
+    # Beyond the limit a worker keeps a sample's length only, and encodes it again at its turn.
+    limit = sort.max_pool_bytes if sort.active else DEFAULT_MAX_BUFFER_BYTES
+    per_worker = float(limit)
+    if facts.bytes_per_sample is not None:
+        per_worker = min(size * facts.bytes_per_sample, limit)
     total = per_worker * workers * facts.ranks_per_node
     host = facts.host_bytes if facts.host_bytes is not None else physical_memory_bytes()
     bound = "at most " if facts.bytes_per_sample is None else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.energon import TaskEncoder, WorkerConfig, get_train_dataset
-from megatron.energon.source_info import get_source_info
 
 from aiak_ext.analysis.interrupt import stop_on_interrupt
 from aiak_ext.analysis.samples import SampleTable
@@ -173,16 +174,18 @@ def _encoded_dataset(path: str | Path, task_encoder: Any, plan: ReadPlan, place:
         config = WorkerConfig(rank=rank, world_size=plan.num_ranks, num_workers=0)
     without_batches = copy.copy(task_encoder)
     without_batches.build_batch = lambda dataset, **_: dataset
-    return get_train_dataset(
-        path,
-        split_part=plan.split,
-        worker_config=config,
-        batch_size=None,
-        shuffle_buffer_size=plan.shuffle_buffer_size,
-        max_samples_per_sequence=plan.max_samples_per_sequence,
-        task_encoder=without_batches,
-        repeat=plan.repeat,
-    )
+    # Some versions of Energon print the split of the data, which is no part of a command's output.
+    with contextlib.redirect_stdout(sys.stderr):
+        return get_train_dataset(
+            path,
+            split_part=plan.split,
+            worker_config=config,
+            batch_size=None,
+            shuffle_buffer_size=plan.shuffle_buffer_size,
+            max_samples_per_sequence=plan.max_samples_per_sequence,
+            task_encoder=without_batches,
+            repeat=plan.repeat,
+        )
 
 
 def _row_of(sample: Any, rank: int, worker: int, seconds: float, length_fn: Callable[[Any], float]) -> EncodedSample:
@@ -190,7 +193,7 @@ def _row_of(sample: Any, rank: int, worker: int, seconds: float, length_fn: Call
     bounds = _field(sample, "cu_lengths")
     segments = np.diff(np.asarray(bounds, dtype=np.int64)) if bounds is not None and len(bounds) else [num_tokens]
     num_patches, patch_squares = _patches(sample)
-    sources = get_source_info(sample)
+    sources = _field(sample, "__sources__")
     return EncodedSample(
         key=sample.__key__,
         num_tokens=num_tokens,

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 from megatron.energon.epathlib import EPath
-from megatron.energon.flavors.webdataset.config import INDEX_SQLITE_FILENAME, MAIN_FOLDER_NAME
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
-from megatron.energon.media.metadata import AVMetadata, ImageMetadata, deserialize_media_metadata
 
 from aiak_ext.analysis.interrupt import stop_on_interrupt
 from aiak_ext.analysis.samples import SampleTable
 
 TEXT_SUFFIXES = (".json", ".txt", ".md", ".caption")
+#: Energon's index of a dataset, and in it the table that `energon prepare-media` fills.
+INDEX_FILE = Path(".nv-meta") / "index.sqlite"
 #: Characters per token of English text with a vocabulary of 150,000, where no encoded sample says otherwise.
 CHARS_PER_TOKEN = 4.0
 
@@ -86,7 +86,7 @@ class TextRule:
 
 def has_media_metadata(path: str | Path) -> bool:
     """Whether the dataset's index holds media metadata (`energon prepare-media`)."""
-    index = Path(path) / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME
+    index = Path(path) / INDEX_FILE
     if not index.is_file():
         return False
     with _open(index) as database:
@@ -111,7 +111,7 @@ def media_samples(path: str | Path, rule: ImageRule, *, split: str, num_samples:
     root = Path(path)
     meta = WebdatasetMeta.from_config(EPath(path), split_part=split)
     shards = {index: name for index, name in enumerate(meta.info_shard_files) if name in set(meta.split_part_files)}
-    with _open(root / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME) as database:
+    with _open(root / INDEX_FILE) as database:
         marks = ",".join("?" * len(shards))
         places = database.execute(
             "SELECT tar_file_id, sample_index, sample_key FROM samples "
@@ -248,12 +248,13 @@ def _frames(database: sqlite3.Connection, entry_key: str, rule: ImageRule) -> tu
     ).fetchone()
     if row is None:
         return 0, 0
-    media = deserialize_media_metadata(*row)
-    if isinstance(media, ImageMetadata):
-        return 1, rule.patches(media.width, media.height)
-    if isinstance(media, AVMetadata) and media.video_width and media.video_height:
-        frames = min(media.video_num_frames or 1, rule.max_video_frames)
-        return frames, rule.patches(media.video_width, media.video_height)
+    # The table's own JSON, since older versions of Energon have no class for it.
+    kind, media = row[0], json.loads(row[1])
+    if kind == "image":
+        return 1, rule.patches(media["width"], media["height"])
+    if media.get("video_width") and media.get("video_height"):
+        frames = min(media.get("video_num_frames") or 1, rule.max_video_frames)
+        return frames, rule.patches(media["video_width"], media["video_height"])
     return 0, 0
 
 

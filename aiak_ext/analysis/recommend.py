@@ -13,6 +13,7 @@ from aiak_ext.analysis.simulate import Result, Setting, pool_rule
 from aiak_ext.analysis.streams import ReadStreams
 from aiak_ext.analysis.text_table import gibibytes, percent
 from aiak_ext.lever_configs import LengthSortConfig, round_up
+from length_sort.odb_dataset import DEFAULT_MAX_BUFFER_BYTES
 from length_sort.rounds import RoundRules
 
 Simulate = Callable[[Setting], Result]
@@ -68,9 +69,10 @@ def recommend_pool(facts: Facts, simulate: Simulate) -> tuple[Recommendation, Re
     chosen = next(result for result in results if result.figures.useful >= enough)
     assert chosen.setting.pool is not None
     size = chosen.setting.pool.pool_size
+    price = _pool_price(facts, size, LengthSortConfig.max_pool_bytes, " (--length-sort-max-pool-bytes)")
     reason = (
         f"raises useful time from {percent(without)} to {percent(chosen.figures.useful)}, of {percent(most)} with the "
-        f"largest pool tried ({sizes[-1]}); it is {size // block} micro batches. {_pool_price(facts, size)}"
+        f"largest pool tried ({sizes[-1]}); it is {size // block} micro batches. {price}"
     )
     return Recommendation(setting="--length-sort-pool-size", value=size, reason=reason), chosen
 
@@ -163,9 +165,10 @@ def recommend_buffer(facts: Facts, rules: RoundRules, simulate: Simulate) -> Rec
         useful[size] = simulate(replace(facts.present, num_ranks=ranks, odb=odb)).figures.useful
     best = max(useful.values())
     value = next(size for size, share in useful.items() if share >= best - BUFFER_LOSS)
+    price = _pool_price(facts, value, DEFAULT_MAX_BUFFER_BYTES, "")
     reason = (
         f"useful time is {percent(useful[value])} with {ranks} ranks, of {percent(best)} with the best buffer tried "
-        f"({', '.join(map(str, sizes))}). {_pool_price(facts, value, cap=False)}"
+        f"({', '.join(map(str, sizes))}). {price}"
     )
     return Recommendation(setting="--odb-buffer-size", value=value, reason=reason)
 
@@ -222,23 +225,26 @@ def recommend_lever(facts: Facts, present: Result, results: list[Result]) -> Rec
     return Recommendation(setting="lever", value=f"{best.setting.lever} ({best.setting.detail})", reason=reason)
 
 
-def recommend_scope(results: list[Result], vision_share: float) -> Recommendation | None:
-    """Step or encoder scope of data balance; None where neither was simulated."""
+def recommend_scope(present: Result, results: list[Result], vision_share: float) -> Recommendation | None:
+    """Step or encoder scope of data balance, or neither; None where neither was simulated."""
     scopes = {
-        r.setting.balance.scope: r
-        for r in results
-        if r.setting.lever in ("balance_step", "balance_encoder") and r.setting.balance
+        result.setting.balance.scope: result.figures.useful
+        for result in results
+        if result.setting.balance is not None and result.setting.lever in ("balance_step", "balance_encoder")
     }
     if not scopes:
         return None
-    best = max(scopes.values(), key=lambda result: result.figures.useful)
-    assert best.setting.balance is not None
-    shares = ", ".join(f"{scope} {percent(result.figures.useful)}" for scope, result in scopes.items())
-    reason = (
-        f"useful time without length sort: {shares}; the vision encoder has {percent(vision_share)} of the compute, "
-        "which is all that the encoder scope can even out, and the step scope needs --calculate-per-token-loss"
+    best = max(scopes, key=scopes.__getitem__)
+    shares = ", ".join(f"{scope} scope {percent(useful)}" for scope, useful in scopes.items())
+    reason = f"useful time is {percent(present.figures.useful)} now; {shares}"
+    if scopes[best] - present.figures.useful < WORTHWHILE:
+        reason += ": with few samples per rank and step there is little to move"
+        return Recommendation(setting="--data-balance-scope", value="none", reason=reason)
+    reason += (
+        f"; the vision encoder has {percent(vision_share)} of the compute, which is all that the encoder scope can "
+        "even out, and the step scope needs --calculate-per-token-loss"
     )
-    return Recommendation(setting="--data-balance-scope", value=best.setting.balance.scope, reason=reason)
+    return Recommendation(setting="--data-balance-scope", value=best, reason=reason)
 
 
 def _longest_pool(facts: Facts) -> int:
@@ -251,13 +257,12 @@ def _longest_pool(facts: Facts) -> int:
     return max(population // (present.num_ranks * present.num_workers), 1)
 
 
-def _pool_price(facts: Facts, size: int, *, cap: bool = True) -> str:
-    """Memory per worker and delay of the first batch, as sentences."""
+def _pool_price(facts: Facts, size: int, limit: int, flag: str) -> str:
+    """Memory per worker, of which `limit` bytes are kept as samples, and delay of the first batch, as sentences."""
     num_bytes = size * facts.table.estimated_bytes_per_sample()
-    limit = LengthSortConfig.max_pool_bytes
     memory = f"It holds {gibibytes(num_bytes)} per worker"
-    if cap and num_bytes > limit:
-        memory += f", of which {gibibytes(limit)} are kept (--length-sort-max-pool-bytes) and the rest is encoded again"
+    if num_bytes > limit:
+        memory += f", of which {gibibytes(limit)} are kept{flag} and the rest is encoded again"
     encode_s = facts.table.encode_s
     delay = f"{size} encodes" if encode_s is None else f"{size} encodes, {size * encode_s:.3g} s"
     return f"{memory}; the first batch waits for {delay}."

@@ -162,6 +162,9 @@ def test_pool_bytes_against_memory() -> None:
     capped = only(findings_of(flags, bytes_per_sample=2.0**30, host_bytes=256 * GIB), "pool memory")
     assert capped.level == "ok" and capped.message.startswith("128.00 GiB")
     assert only(findings_of(flags, host_bytes=16 * GIB), "pool memory").level == "warning"
+    odb = "--odb-token-budget 4096 --odb-buffer-size 500 --odb-sync none --calculate-per-token-loss --num-workers 1"
+    buffers = only(findings_of(odb, bytes_per_sample=2.0**20, host_bytes=6 * GIB), "pool memory")
+    assert buffers.level == "warning" and "lower --odb-buffer-size" in buffers.remedy
 
 
 def test_store_starts_and_unreachable_addresses_are_found() -> None:

@@ -23,7 +23,7 @@ ENCODER = ("--task-encoder", "tests.energon_data:NumberTaskEncoder")
 def call(*arguments: object, exit_code: int = 0) -> str:
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert result.exit_code == exit_code, result.output
-    return result.output
+    return result.output if exit_code else result.stdout
 
 
 @pytest.fixture(scope="module")

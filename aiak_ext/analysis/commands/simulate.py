@@ -76,8 +76,8 @@ def simulate_command(
     source = SamplesInput(**{name: options.pop(name) for name in SamplesInput.__dataclass_fields__})
     grid = {name: options.pop(name) for name in _GRID}
     model = Model.of(**options)
-    table, _ = source.read(max(ranks), workers)
-    if table.is_estimate and not table.has_images and source.dataset.is_dir():
+    table, measured = source.read(max(ranks), workers)
+    if measured is not None and table.is_estimate:
         raise ValueError(f"{source.dataset} is a run whose metrics hold no single lengths; give the dataset instead")
     settings = [
         setting
