@@ -71,11 +71,11 @@ class Checkpointer:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         dist.barrier()
-        if loader is not None:
-            loader.save_checkpoint(unfinished)
         state = self._sharded_state(is_loading=False)
         state.update(scheduler=self._scheduler.state_dict(), progress=progress, settings=self._settings)
         request = dist_checkpointing.save(state, str(unfinished), async_sharded_save=self._asynchronous)
+        if loader is not None:
+            loader.save_checkpoint(unfinished)
         if request is None:
             self._finish(target)
         else:
@@ -130,7 +130,7 @@ class Checkpointer:
                 f"{root} holds no checkpoint, so training would start from random weights. Give the --save directory "
                 "of the earlier stage."
             )
-        _check_settings(directory, {"model_name": self._settings["model_name"]})
+        _check_settings(directory, {name: self._settings[name] for name in ("model_name", "bf16")})
         self._load_weights(dist_checkpointing.load(self._sharded_model(), str(directory)))
         self._optimizer.reload_model_params()  # a mixed-precision optimizer has taken its copy already
 

@@ -24,6 +24,8 @@ from typing_extensions import Self
 import aiak_ext
 from aiak_ext.metrics import StepRecorder
 from examples.llava_ov.arguments import num_microbatches
+from examples.llava_ov.balancing import EncoderBalance, balance_loader, balance_scalars
+from examples.llava_ov.batch_cost import BatchCost
 from examples.llava_ov.checkpoint import Checkpointer, check_can_resume
 from examples.llava_ov.checkpoint_files import latest_checkpoint
 from examples.llava_ov.data_loading import build_loader, reads_data, tokenizer_of
@@ -74,13 +76,23 @@ class Trainer:
         self._forward_step = ForwardStep(
             model_config, self.recorder, parallel_state.get_tensor_model_parallel_group(), device
         )
-        self._loader = build_loader(args, extension, self._tokenizer, train_on_prompt) if reads_data() else None
+        cost_model = BatchCost(model_config).sample_cost_model
+        balance = (args, extension, cost_model, self._num_microbatches)
+        self._encoder_balance = EncoderBalance([chunk.module for chunk in self.model], *balance)
+        self._loader = None
+        if reads_data():
+            loader = build_loader(args, extension, self._tokenizer, train_on_prompt)
+            self._loader = balance_loader(loader, *balance)
         self._data_iterators = self._iterators()
         self._checkpointer = Checkpointer(
             self.model,
             self.optimizer,
             self.scheduler,
-            settings={"model_name": args.model_name, "trainable_modules": sorted(args.trainable_modules)},
+            settings={
+                "model_name": args.model_name,
+                "bf16": args.bf16,
+                "trainable_modules": sorted(args.trainable_modules),
+            },
             keep=args.keep_checkpoints,
             asynchronous=args.async_save,
         )
@@ -113,7 +125,8 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss per token of the validation split; a collective call over all ranks."""
-        return evaluate(self.args, self.model, self._tokenizer, self.device)
+        with self._encoder_balance.off():
+            return evaluate(self.args, self.model, self._tokenizer, self.device)
 
     def save(self, root: str | Path) -> Path:
         """Write a checkpoint; a collective call over all ranks."""
@@ -185,6 +198,7 @@ class Trainer:
             "samples": num_samples,
             "skipped_steps": self.num_skipped_steps,
             **self._rates.finish(num_samples, counted.num_tokens, speaks_for_replica),
+            **balance_scalars(getattr(self._loader, "last_metrics", None) or self._encoder_balance.last_metrics),
         }
         self.recorder.end_step(scalars)
         return scalars
