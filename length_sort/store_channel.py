@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -14,6 +15,12 @@ from length_sort.odb_heartbeat import Heartbeat, HeartbeatWatch
 
 Decide = Callable[[Sequence[Any]], Any]
 """Makes the outcome of the ranks' reports, [num_ranks]; the same on every rank."""
+
+# Seconds between two looks at whether an outcome is there: a share of the time waited so far, within bounds, so that
+# a round among punctual ranks is short and one that waits for a late rank costs the store little.
+_POLL_SHARE = 0.1
+_SHORTEST_POLL_S = 0.002
+_LONGEST_POLL_S = 0.25
 
 _DecideByRank = Callable[[Mapping[int, Any]], Any]
 
@@ -91,8 +98,7 @@ class StoreChannel:
         self._slot = slot
         self._prefix = prefix
         self._timeout_s = timeout_s
-        # Waiting in slices lets the heartbeat use the connection, and lets this process notice that it is an orphan.
-        self._slice = timedelta(seconds=min(timeout_s / 5, 1.0))
+        self._look_every_s = min(timeout_s / 5, 1.0)
         self._last_agreed = ""
         self._replayed: list[str] = []
         try:
@@ -161,7 +167,8 @@ class StoreChannel:
     ) -> tuple[Any, bool]:
         outcome_key = self._key(name, "outcome")
         completed_here = False
-        if not self._store.check([outcome_key]):
+        # Once an agreement was live, every rank has caught up, and no later outcome can be known beforehand.
+        if self._last_agreed or not self._store.check([outcome_key]):
             # Requests of one connection are served in order: whoever sees the full count sees every report.
             line = f"{self._rank} {json.dumps(report, separators=(',', ':'))}\n"
             self._store.append(self._key(name, "reports"), line)  # type: ignore[attr-defined]  # not in the stubs
@@ -173,15 +180,16 @@ class StoreChannel:
         return json.loads(self._store.get(outcome_key)), completed_here
 
     def _wait(self, name: str, outcome_key: str, check: _DecideByRank | None) -> None:
+        # Not the store's own wait: when its time is up it logs a warning and looks up the host's name, which can take
+        # seconds, and until then the heartbeat could not use the connection.
         watch = HeartbeatWatch(self._store, timeout_s=self._timeout_s)
-        while True:
-            try:
-                self._store.wait([outcome_key], self._slice)
-                return
-            except DistNetworkError:
-                raise
-            except DistStoreError:  # the slice is over
-                pass
+        start = last_look = time.monotonic()
+        while not self._store.check([outcome_key]):
+            waited_s = time.monotonic() - start
+            time.sleep(min(max(waited_s * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
+            if time.monotonic() - last_look < self._look_every_s:
+                continue
+            last_look = time.monotonic()
             if self._heartbeat.orphaned:
                 raise ODBSyncError(f"ODB worker slot {self._slot}: the training process of rank {self._rank} is gone.")
             reports = self._reports(name)
