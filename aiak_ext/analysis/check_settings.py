@@ -9,6 +9,9 @@ from aiak_ext.analysis.findings import Finding, error, ok
 from aiak_ext.config import ExtensionConfig, LengthSortConfig
 
 
+_LEVERS = ("length_sort", "odb", "data_balance")
+
+
 def check_settings(args: argparse.Namespace) -> tuple[list[Finding], ExtensionConfig | None]:
     """Whether the levers accept their flags: each alone, then all together.
 
@@ -18,20 +21,20 @@ def check_settings(args: argparse.Namespace) -> tuple[list[Finding], ExtensionCo
         is left.
     """
     messages: dict[str, None] = {}
-    lenient = argparse.Namespace(**vars(args))
-    for only in (("length_sort",), ("odb",), ("data_balance",), ("length_sort", "odb", "data_balance")):
-        alone = _with_levers(args, only)
+    for names in (*((name,) for name in _LEVERS), _LEVERS):
         try:
-            ExtensionConfig.from_args(alone)
+            ExtensionConfig.from_args(_with_levers(args, names))
         except ValueError as problem:
             messages[str(problem)] = None  # that of a single lever may come again with all of them together
     findings = [error("settings", *split_remedy(message)) for message in messages]
     if not findings:
-        return [ok("settings", "the levers accept their flags and each other")], ExtensionConfig.from_args(args)
+        config = ExtensionConfig.from_args(_with_levers(args, _LEVERS))
+        return [ok("settings", "the levers accept their flags and each other")], config
+    lenient = argparse.Namespace(**vars(args))
     lenient.calculate_per_token_loss, lenient.train_samples = True, None
-    for levers in (("length_sort", "odb", "data_balance"), ("length_sort", "data_balance"), ("odb", "data_balance")):
+    for names in (_LEVERS, ("length_sort", "data_balance"), ("odb", "data_balance")):
         try:
-            return findings, ExtensionConfig.from_args(_with_levers(lenient, levers))
+            return findings, ExtensionConfig.from_args(_with_levers(lenient, names))
         except ValueError:
             continue
     return findings, None
@@ -46,6 +49,7 @@ def split_remedy(message: str) -> tuple[str, str]:
 def _with_levers(args: argparse.Namespace, names: tuple[str, ...]) -> argparse.Namespace:
     """The arguments with every lever off that is not named."""
     changed = argparse.Namespace(**vars(args))
+    changed.rank = None  # keeps `from_args`, which is called several times, from logging on "rank 0" each time
     if "length_sort" not in names:
         for field in dataclasses.fields(LengthSortConfig):
             option = field.metadata["option"]

@@ -95,6 +95,15 @@ def check_pool_and_batch(args: argparse.Namespace, config: ExtensionConfig, fact
     if not sort.active:
         return []
     ratio = sort.pool_size / size
+    if sort.pool_size != args.length_sort_pool_size:
+        return [
+            warning(
+                "pool and batch",
+                f"a pool of {args.length_sort_pool_size} is no multiple of the shuffle block {sort.shuffle_block} and is "
+                f"rounded up to {sort.pool_size}",
+                f"set --length-sort-pool-size {sort.pool_size}",
+            )
+        ]
     if ratio < SMALL_POOL:
         return [
             warning(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -76,9 +75,3 @@ def holds_streams(table: SampleTable, num_ranks: int, num_workers: int) -> bool:
 def _place(table: SampleTable, num_workers: int) -> IntArray:
     assert table.rank is not None and table.worker is not None
     return table.rank * num_workers + table.worker
-
-
-def chunks(streams: Streams, rank: int, worker: int, size: int) -> Iterator[IntArray]:
-    """A stream in pieces of `size`; the last one may be shorter."""
-    while len(piece := streams.take(rank, worker, size)):
-        yield piece

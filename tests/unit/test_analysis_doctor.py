@@ -81,6 +81,7 @@ def test_pool_and_odb_together_are_an_error_and_other_checks_still_run() -> None
     [
         ("--micro-batch-size 4 --length-sort-pool-size 20", "warning", "5.0 micro batches"),
         ("--micro-batch-size 4 --length-sort-pool-size 400 --length-sort-shuffle-block 1", "warning", "mix lengths"),
+        ("--micro-batch-size 4 --length-sort-pool-size 401", "warning", "rounded up to 404"),
         ("--micro-batch-size 4 --length-sort-pool-size 40", "ok", "10 micro batches"),
     ],
 )
