@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from data_balance.codec import DATA_TYPES, BatchCodec
 from data_balance.cost import CostModel, SampleCostModel
+from data_balance.groups import REPORT_GRACE_S
 from data_balance.metrics import BalanceMetrics
 from data_balance.options import BalanceOptions, ModelConfig, choose_cost_model
 from data_balance.prefetch import PrefetchMicroBatchIterator
@@ -122,7 +123,11 @@ class DataBalance:
             model = choose_cost_model(cost_model, config, sorting_algo_name)
             self._balancer = StepBalancer(group, sorting_algo_name, model, codec, self.options)
             self._steps = PrefetchMicroBatchIterator(
-                self._prepare, first_step=self._first_step, enabled=prefetch, timeout_s=self.options.timeout_s
+                self._prepare,
+                first_step=self._first_step,
+                enabled=prefetch,
+                # A collective that fails says more than a wait that is given up: it has to be the first to do so.
+                timeout_s=2 * (self.options.timeout_s + REPORT_GRACE_S),
             )
 
     @property

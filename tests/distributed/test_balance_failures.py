@@ -54,9 +54,9 @@ def late_ranks(rank: int, world: int) -> str:
     return "done"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_late_rank_is_named() -> None:
-    assert run_ranks(late_ranks, 3, timeout_s=100) == ["done"] * 3
+    assert run_ranks(late_ranks, 3, timeout_s=150) == ["done"] * 3
 
 
 class Bomb:
@@ -80,10 +80,10 @@ def killed_rank(rank: int, world: int) -> None:
         next(iterator)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_killed_rank_is_named_and_the_job_fails() -> None:
     with pytest.raises(AssertionError) as failure:
-        run_ranks(killed_rank, 3, timeout_s=60)
+        run_ranks(killed_rank, 3, timeout_s=150)
     report = str(failure.value)
     for survivor in (0, 1):
         assert f"rank {survivor}:" in report
