@@ -8,7 +8,6 @@ import dataclasses
 from aiak_ext.analysis.findings import Finding, error, ok
 from aiak_ext.config import ExtensionConfig, LengthSortConfig
 
-
 _LEVERS = ("length_sort", "odb", "data_balance")
 
 

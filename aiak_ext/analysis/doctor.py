@@ -99,8 +99,8 @@ def check_pool_and_batch(args: argparse.Namespace, config: ExtensionConfig, fact
         return [
             warning(
                 "pool and batch",
-                f"a pool of {args.length_sort_pool_size} is no multiple of the shuffle block {sort.shuffle_block} and is "
-                f"rounded up to {sort.pool_size}",
+                f"a pool of {args.length_sort_pool_size} is no multiple of the shuffle block {sort.shuffle_block} and "
+                f"is rounded up to {sort.pool_size}",
                 f"set --length-sort-pool-size {sort.pool_size}",
             )
         ]
