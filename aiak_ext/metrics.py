@@ -2,11 +2,13 @@
 
 `StepRecorder` serves any loop. Every rank writes one JSON line per step; rank 0 also writes TensorBoard
 scalars. The ranks' figures meet in one small all-gather per logging interval; nothing else is communicated.
+Rank 0 warns when the order of the steps correlates with length (`aiak_ext.convergence`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from aiak_ext.convergence import OrderFigures, OrderGuard
 from aiak_ext.step_timing import make_wait_timer
 
 
@@ -115,6 +118,7 @@ class StepRecorder:
         self._device = torch.device(device)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._grad_sync_timer = make_wait_timer(self._device)
+        self._order_guard = OrderGuard(warn=self._rank == 0)
         self._data_time_s = 0.0
         self._started_at: float | None = None
         self._current = StepRecord(step=0, rank=self._rank)
@@ -207,6 +211,7 @@ class StepRecorder:
         emitted_samples = (self._emitted_samples + num_samples.sum(0).cumsum(0)).long().tolist()
         emitted_tokens = (self._emitted_tokens + num_tokens.sum(0).cumsum(0)).long().tolist()
         self._emitted_samples, self._emitted_tokens = emitted_samples[-1], emitted_tokens[-1]
+        order = self._order_guard.observe(num_samples.sum(0).tolist(), num_tokens.sum(0).tolist())
         over_ranks = zip(cost.mean(0).tolist(), cost.amax(0).tolist(), emitted_samples, emitted_tokens)
         records = [
             replace(record, cost_mean=cost_mean, cost_max=cost_max, emitted_samples=samples, emitted_tokens=tokens)
@@ -216,7 +221,8 @@ class StepRecorder:
         self._write(records)
         self._file.flush()
         if self._tensorboard is not None:
-            for tag, value in _tensorboard_scalars(records[-1]).items():
+            scalars = _tensorboard_scalars(records[-1]) | _convergence_scalars(order, num_samples.sum(0)[-1].item())
+            for tag, value in scalars.items():
                 self._tensorboard.add_scalar(tag, value, records[-1].step)
 
     def state_dict(self) -> dict[str, int]:
@@ -283,6 +289,13 @@ def _tensorboard_scalars(record: StepRecord) -> dict[str, float]:
         **{f"worker/{name}": value for name, value in record.counters.items()},
     }
     return {tag: value for tag, value in scalars.items() if value is not None}
+
+
+def _convergence_scalars(order: OrderFigures, samples_per_step: float) -> dict[str, float]:
+    """Tag -> value; correlations only once there are steps enough."""
+    figures = {"length_autocorrelation": order.autocorrelation, "length_trend": order.trend}
+    scalars = {f"convergence/{name}": value for name, value in figures.items() if not math.isnan(value)}
+    return {**scalars, "convergence/samples_per_step": samples_per_step}
 
 
 def _summary_writer(directory: Path) -> Any:
