@@ -14,6 +14,7 @@ from aiak_ext.balance import (  # noqa: E402
 from aiak_ext.config import DataBalanceConfig, ExtensionConfig, LengthSortConfig, ODBConfig  # noqa: E402
 from aiak_ext.levers import levers_off  # noqa: E402
 from aiak_ext.loader import LengthAwareDataLoader, TrainLoader, build_train_loader, get_savable_loader  # noqa: E402
+from aiak_ext.sample_cost import sample_cost_fn  # noqa: E402
 from aiak_ext.sample_quota import SampleQuota  # noqa: E402
 from aiak_ext.task_encoder import LengthAwareTaskEncoderMixin, register  # noqa: E402
 from aiak_ext.worker_counters import read_counters  # noqa: E402
@@ -67,5 +68,6 @@ __all__ = [
     "loss_scale",
     "read_counters",
     "register",
+    "sample_cost_fn",
     "sample_length",
 ]

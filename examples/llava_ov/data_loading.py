@@ -12,6 +12,7 @@ from megatron.energon import WorkerConfig, get_loader, get_train_dataset, get_va
 from transformers import PreTrainedTokenizerBase
 
 import aiak_ext
+from data_balance import SampleCostModel
 from examples.llava_ov.image_processing import ImageConfig
 from examples.llava_ov.samples import LlavaBatch
 from examples.llava_ov.task_encoder import LlavaTaskEncoder
@@ -40,10 +41,12 @@ def build_loader(
     extension: aiak_ext.ExtensionConfig,
     tokenizer: PreTrainedTokenizerBase,
     train_on_prompt: bool = False,
+    cost_model: SampleCostModel | None = None,
 ) -> Any:
     """An endless loader of `LlavaBatch`, with `save_checkpoint`, `load_checkpoint` and `close`.
 
     With `--packing-buffer-size` Energon's packer forms the samples; a lever then works on packs.
+    ODB matches groups across ranks by `cost_model`, where given.
     """
     dataset = get_train_dataset(
         args.data_path,
@@ -53,7 +56,10 @@ def build_loader(
         max_samples_per_sequence=None,
         packing_buffer_size=args.packing_buffer_size,
         task_encoder=DemoTaskEncoder(
-            extension, train_on_prompt=train_on_prompt, **_task_encoder_options(args, tokenizer)
+            extension,
+            cost_fn=None if cost_model is None else aiak_ext.sample_cost_fn(cost_model),
+            train_on_prompt=train_on_prompt,
+            **_task_encoder_options(args, tokenizer),
         ),
     )
     return aiak_ext.build_train_loader(dataset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -81,7 +82,7 @@ class Trainer:
         self._encoder_balance = EncoderBalance([chunk.module for chunk in self.model], *balance)
         self._loader = None
         if reads_data():
-            loader = build_loader(args, extension, self._tokenizer, train_on_prompt)
+            loader = build_loader(args, extension, self._tokenizer, train_on_prompt, cost_model)
             self._loader = balance_loader(loader, *balance)
         self._data_iterators = self._iterators()
         self._checkpointer = Checkpointer(
@@ -182,6 +183,7 @@ class Trainer:
         updated, grad_norm, _ = self.optimizer.step()
         counted = self._forward_step
         loss_sum, num_loss_tokens, num_samples = totals_over_ranks(reports, counted.num_samples, self.device)
+        self._check_finite(loss_sum, float(grad_norm or 0.0))
         if updated:
             # Packs and groups hold any number of samples, so a run bounded by steps counts each as a global batch.
             self.scheduler.step(increment=num_samples if self.args.sample_quota else self._samples_per_step)
@@ -233,6 +235,15 @@ class Trainer:
                 )
             )
         return reports
+
+    def _check_finite(self, loss_sum: float, grad_norm: float) -> None:
+        # Megatron's machine passes over the first step of a process. Both numbers are the same on all ranks.
+        if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+            raise RuntimeError(
+                f"The loss or a gradient of step {self.step} is not finite (loss sum {loss_sum}, gradient norm "
+                f"{grad_norm}), so the weights are spoiled; nothing was saved since. Look at the step's samples, lower "
+                "the learning rate, and resume from the last checkpoint."
+            )
 
     def _finished(self) -> bool:
         iters, quota = self.args.train_iters, self.args.sample_quota
