@@ -5,6 +5,7 @@ python -m examples.llava_ov.generate --load runs/stages/instruct/checkpoints --d
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from examples.llava_ov import cpu_shim
 
 cpu_shim.install()  # before Megatron core is imported
 
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from transformers import PreTrainedTokenizerBase
 
 from examples.llava_ov.arguments import parse_train_args
@@ -105,24 +106,31 @@ def readable(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor | list[int
     return _IMAGE.sub("<image> ", tokenizer.decode(tokens)).strip()
 
 
-def load_model(directory: Path, data_path: str) -> tuple[LlavaOnevision, PreTrainedTokenizerBase, list[LlavaBatch]]:
-    """The model of a checkpoint in this one process, its tokenizer, and the held-out samples of `data_path`."""
+def load_arguments(directory: Path, data_path: str) -> argparse.Namespace:
+    """Arguments of a run that fits the checkpoint in `directory`."""
     settings = saved_settings(directory)
     flags = ["--bf16"] if settings["bf16"] else []
-    args = parse_train_args(
-        ["--data-path", data_path, "--train-iters", "1", "--model-name", settings["model_name"], *flags]
-    )
-    if not dist.is_initialized():
-        os.environ.setdefault("LOCAL_RANK", "0")
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    device = start_process_group(args.distributed_timeout_minutes)
-    initialize_megatron(args)
-    tokenizer = tokenizer_of(args)
-    model = get_model_provider(model_family_of(args.model_name))(model_config_of(args, tokenizer)).to(device).eval()
+    model_name = settings["model_name"]
+    return parse_train_args(["--data-path", data_path, "--train-iters", "1", "--model-name", model_name, *flags])
+
+
+def load_model(args: argparse.Namespace, directory: Path, device: torch.device) -> LlavaOnevision:
+    """The model of a checkpoint of any parallel layout; needs Megatron's state of a world of one process."""
+    provider = get_model_provider(model_family_of(args.model_name))
+    model = provider(model_config_of(args, tokenizer_of(args))).to(device).eval()
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(directory))
     model.load_state_dict(state["model"])
-    return model, tokenizer, build_validation_batches(args, tokenizer)
+    return model
+
+
+def start_one_rank(args: argparse.Namespace) -> torch.device:
+    """Process group and Megatron's state for this process alone, without torchrun."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    device = start_process_group(args.distributed_timeout_minutes)
+    initialize_megatron(args)
+    return device
 
 
 @click.command(context_settings={"show_default": True})
@@ -135,8 +143,10 @@ def main(load: str, data_path: str, num_answers: int, max_new_tokens: int) -> No
     directory = latest_checkpoint(load)
     if directory is None:
         raise click.ClickException(f"{load} holds no checkpoint; give the --save directory of a training run")
-    model, tokenizer, batches = load_model(directory, data_path)
-    for batch in batches[:num_answers]:
+    args = load_arguments(directory, data_path)
+    model = load_model(args, directory, start_one_rank(args))
+    tokenizer = tokenizer_of(args)
+    for batch in build_validation_batches(args, tokenizer)[:num_answers]:
         question = question_of(batch, model.model_config.image_token_id)
         answer = greedy_answer(
             model,
@@ -148,6 +158,7 @@ def main(load: str, data_path: str, num_answers: int, max_new_tokens: int) -> No
         click.echo(f"\n== {batch.__key__[0]}\n{readable(tokenizer, question.tokens)}")
         click.echo(f"-- data:  {readable(tokenizer, question.reference)}")
         click.echo(f"-- model: {readable(tokenizer, answer)}")
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
