@@ -34,7 +34,8 @@ def sample_cost_fn(cost_model: SampleCostModel) -> Callable[[Any], float]:
 def _text_segments(sample: Any) -> NDArray[np.int64]:
     """Lengths of the stretches that attend to themselves only: one, or those of a packed sample."""
     if is_packed(sample):
-        return np.diff(np.asarray(_field(sample, "cu_lengths"), dtype=np.int64))
+        bounds = np.asarray(_field(sample, "cu_lengths"), dtype=np.int64)
+        return bounds[1:] - bounds[:-1]
     return np.array([sample_length(sample)], dtype=np.int64)
 
 
