@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +19,13 @@ def count_loss_tokens(sample: Any) -> int:
     Raises:
         ValueError: the sample has none of the three.
     """
-    for name, count in (
-        ("labels", lambda labels: _count(labels, IGNORED_LABEL)),
-        ("loss_mask", lambda mask: _count(mask, 0)),
-        ("tokens", len),
-    ):
-        value = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
-        if value is not None:
-            return int(count(value))
+    field = sample.get if isinstance(sample, Mapping) else functools.partial(getattr, sample)
+    if (labels := field("labels", None)) is not None:
+        return _count(labels, IGNORED_LABEL)
+    if (loss_mask := field("loss_mask", None)) is not None:
+        return _count(loss_mask, 0)
+    if (tokens := field("tokens", None)) is not None:
+        return len(tokens)
     raise ValueError(
         f"{type(sample).__name__} has none of labels, loss_mask, tokens: the tokens that carry loss cannot be "
         "counted, and the loss would be weighted wrongly. Pass loss_tokens_fn=."

@@ -17,7 +17,7 @@ from length_sort.coordinator import Coordinator, LocalCoordinator
 from length_sort.loss_scale import count_loss_tokens
 from length_sort.odb_agreement import RoundAgreement
 from length_sort.odb_counters import GroupCounters
-from length_sort.odb_group import UNSYNCHRONIZED, GroupInfo, SampleGroup
+from length_sort.odb_group import FIGURES, UNSYNCHRONIZED, GroupInfo, SampleGroup
 from length_sort.odb_state import check_same, restore_rounds, save_rounds
 from length_sort.pool_buffer import PoolBuffer
 from length_sort.pool_order import read_ahead_count
@@ -390,7 +390,7 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
     def restore_sample(self, restore_key: tuple[Any, ...]) -> SampleGroup:
         name, *rest = restore_key
         assert name == type(self).__name__
-        num_figures = len(dataclasses.fields(GroupInfo))
+        num_figures = len(FIGURES)
         info = GroupInfo.from_figures(rest[:num_figures])
         samples = [self.dataset.restore_sample(key) for key in rest[num_figures:]]
         return _make_group(restore_key, [] if info.idle else samples, info, samples if info.idle else [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class GroupInfo:
 
     def figures(self) -> list[int]:
         """All fields in order, as integers."""
-        return [int(value) for value in astuple(self)]
+        return [int(getattr(self, name)) for name in FIGURES]
 
     @classmethod
     def from_figures(cls, figures: Sequence[int]) -> GroupInfo:
@@ -47,13 +47,12 @@ class GroupInfo:
         Raises:
             ValueError: there is not one figure per field.
         """
-        names = [each.name for each in fields(cls)]
-        if len(figures) != len(names):
+        if len(figures) != len(FIGURES):
             raise ValueError(
-                f"{len(figures)} figures of an ODB group instead of {len(names)}: they were not written by GroupInfo, "
-                "or those of several batches were concatenated. Pass those of one batch."
+                f"{len(figures)} figures of an ODB group instead of {len(FIGURES)}: they were not written by "
+                "GroupInfo, or those of several batches were concatenated. Pass those of one batch."
             )
-        values: dict[str, Any] = dict(zip(names, figures))
+        values: dict[str, Any] = dict(zip(FIGURES, figures))
         return cls(**{**values, "idle": bool(values["idle"])})
 
     def to_tensor(self) -> torch.Tensor:
@@ -64,6 +63,10 @@ class GroupInfo:
     def from_tensor(cls, values: torch.Tensor) -> GroupInfo:
         """The inverse of `to_tensor`; ValueError as for `from_figures`."""
         return cls.from_figures(values.flatten().tolist())
+
+
+FIGURES = tuple(each.name for each in fields(GroupInfo))
+"""Names of a group's figures, in the order in which they travel."""
 
 
 @edataclass
