@@ -1,0 +1,1 @@
+"""`aiak-ext report`: a finished run's metrics as one HTML page."""
