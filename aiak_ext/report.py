@@ -50,9 +50,7 @@ def report(
     RUN is the folder of metrics that the training wrote (steps_rank*.jsonl). The page needs no network.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "matplotlib is not installed, so nothing can be drawn. Install it: pip install 'matplotlib>=3.8'"
-        )
+        raise ValueError("matplotlib is not installed, so nothing can be drawn. Install `aiak-ext[cli]`.")
     directories = [run] if other_run is None else [run, other_run]
     runs = [
         RunFigures.read(directory, label=name, warmup_steps=warmup_steps)
