@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
 
 VALIDATION_FILE = "validation.jsonl"
 
@@ -21,6 +20,8 @@ class ValidationLog:
         """Note the loss after `step` steps and `num_samples` emitted samples."""
         if self._path is None:
             return
+        from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
+
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "num_samples": num_samples, "loss": loss}) + "\n")
         # Validations are rare: a writer for each point costs less than one more thing to close.

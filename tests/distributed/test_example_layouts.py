@@ -1,6 +1,7 @@
 """The training loop in every parallel layout: losses of a one-rank run over the same samples, resumes across layouts.
 
-One launch of one process gives the references, one of two processes all layouts of two, another (slow) those of four.
+The references are trained in the test's own process; one launch of two processes runs all layouts of two, another
+(slow) those of four.
 Weights and optimizer are float64, so that what differs is not rounding; no gradient is clipped, because Megatron's
 clipping takes float32 only, as its distributed optimizer does.
 """
@@ -16,12 +17,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
+from examples.llava_ov.arguments import parse_train_args
 from examples.llava_ov.build_demo_data import BuildConfig, build
+from examples.llava_ov.distributed_setup import initialize_megatron
+from examples.llava_ov.training import Trainer
+from tests.training_run import CPU, one_rank
 
 from .launch import run_ranks
 
-STEPS = 4
+STEPS = 3
 SAMPLES_PER_STEP = 4
 # Same arithmetic in another place: float64 rounding only. TP sums in another order around a float32 cross-entropy.
 EXACT, TENSOR_PARALLEL, FLOAT32 = 1e-9, 1e-6, 1e-4
@@ -44,13 +51,15 @@ class Layout:
             return FLOAT32
         return EXACT if self.tp == 1 else TENSOR_PARALLEL
 
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world // (self.tp * self.pp)
+
     def arguments(self) -> list[str]:
-        data_parallel_size = self.world // (self.tp * self.pp)
         return [
             *("--tensor-model-parallel-size", str(self.tp)),
             *("--pipeline-model-parallel-size", str(self.pp)),
-            # Energon deals samples to rank x worker: these numbers give every layout the same samples at a step.
-            *("--num-workers", str(2 // data_parallel_size)),
+            *("--num-workers", "0"),
             *(PACKING if self.packed else ()),
             *self.flags,
         ]
@@ -61,11 +70,8 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 SEQUENCE = ("--sequence-parallel",)
 LAYOUTS = {
-    "one_rank": Layout(world=1),
-    "one_rank_packed": Layout(world=1, packed=True),
     "dp2": Layout(),
     "dp2_distributed_optimizer": Layout(flags=("--use-distributed-optimizer",), dtype=torch.float32),
-    "dp2_packed": Layout(packed=True),
     "tp2": Layout(tp=2),
     "tp2_sequence_parallel": Layout(tp=2, flags=(*SEQUENCE, *RECOMPUTE)),
     "tp2_sequence_parallel_packed": Layout(tp=2, flags=SEQUENCE, packed=True),
@@ -75,20 +81,13 @@ LAYOUTS = {
     "pp4": Layout(world=4, pp=4),
     "tp2_pp2_sequence_parallel": Layout(world=4, tp=2, pp=2, flags=SEQUENCE),
     "dp2_tp2": Layout(world=4, tp=2),
-    "dp2_pp2": Layout(world=4, pp=2, flags=VIRTUAL),
+    "dp2_pp2_vpp2": Layout(world=4, pp=2, flags=VIRTUAL),
 }
 # The layouts that train one step each, every one from the checkpoint of the one before, at the same DP.
-CHAINS = {2: ("tp2", "pp2", "pp2_vpp2", "tp2_sequence_parallel"), 4: ("dp2_tp2", "dp2_pp2", "dp2_tp2", "dp2_pp2")}
+CHAINS = {2: ("tp2", "pp2_vpp2", "tp2_sequence_parallel"), 4: ("dp2_tp2", "dp2_pp2_vpp2", "dp2_tp2")}
 
 
-def start(layout: Layout, data: str, output: Path, *flags: str) -> tuple[argparse.Namespace, torch.device]:
-    """Megatron's state anew for this layout; parsed arguments and device."""
-    from megatron.core import parallel_state
-    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-
-    from examples.llava_ov.arguments import parse_train_args
-    from examples.llava_ov.distributed_setup import initialize_megatron, start_process_group
-
+def parse(layout: Layout, data: str, output: Path, *flags: str) -> argparse.Namespace:
     args = parse_train_args(
         [
             *("--data-path", data),
@@ -96,17 +95,13 @@ def start(layout: Layout, data: str, output: Path, *flags: str) -> tuple[argpars
             *("--global-batch-size", str(SAMPLES_PER_STEP)),
             *("--train-iters", str(STEPS)),
             *("--clip-grad", "0"),
+            *("--max-pixels", "12544"),
             *layout.arguments(),
             *flags,
         ]
     )
     args.params_dtype = layout.dtype
-    device = start_process_group(args.distributed_timeout_minutes)
-    if parallel_state.model_parallel_is_initialized():
-        destroy_rerun_state_machine()
-        parallel_state.destroy_model_parallel()
-    initialize_megatron(args)
-    return args, device
+    return args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,45 +113,72 @@ class Run:
     validation: float
 
 
-def train(args: argparse.Namespace, device: torch.device) -> Run:
-    from examples.llava_ov.training import Trainer
-
-    with Trainer(args, device) as trainer:
+def train(args: argparse.Namespace) -> Run:
+    with Trainer(args, CPU) as trainer:
         return Run(trainer.train(), trainer.num_samples, trainer.evaluate())
+
+
+def train_in_layout(name: str, data: str, output: Path, *flags: str) -> Run:
+    """A run of several processes, Megatron's state made for it and removed after it."""
+    args = parse(LAYOUTS[name], data, output, *flags)
+    initialize_megatron(args)
+    try:
+        return train(args)
+    finally:
+        destroy_rerun_state_machine()
+        parallel_state.destroy_model_parallel()
 
 
 def run_layouts(rank: int, world_size: int, data: str, output: Path) -> dict[str, Run]:
     """All layouts of this world size, and the chain of resumes under the key `chain`."""
-    from examples.llava_ov import cpu_shim
-
-    cpu_shim.install()
     results = {
-        name: train(*start(layout, data, output / name))
+        name: train_in_layout(name, data, output / name)
         for name, layout in LAYOUTS.items()
         if layout.world == world_size
     }
-    if world_size in CHAINS:
-        results["chain"] = run_chain(CHAINS[world_size], data, output / f"chain{world_size}")
+    results["chain"] = run_chain(CHAINS[world_size], data, output / f"chain{world_size}")
     return results
 
 
 def run_chain(names: tuple[str, ...], data: str, output: Path) -> Run:
     checkpoints = str(output / "checkpoints")
+    save = ("--save", checkpoints, "--load", checkpoints, "--exit-interval", "1", "--keep-checkpoints", "2")
     losses = []
     for step, name in enumerate(names):
-        save = ("--save", checkpoints, "--load", checkpoints, "--exit-interval", "1", "--keep-checkpoints", "2")
-        flags = (*save, *(("--async-save",) if step % 2 else ()))
-        run = train(*start(LAYOUTS[name], data, output / "metrics", *flags))
+        run = train_in_layout(name, data, output / "metrics", *save, *(("--async-save",) if step % 2 else ()))
         assert len(run.losses) == 1
         losses += run.losses
     return Run(losses, run.num_samples, run.validation)
 
 
 @pytest.fixture(scope="module")
-def results_of(tmp_path_factory) -> Callable[[int], list[dict[str, Run]]]:
-    """World size -> every rank's results; each world size is launched once."""
+def output(tmp_path_factory) -> Path:
+    """Directory of all runs; the data set lies in its `data`."""
     output = tmp_path_factory.mktemp("layouts")
     build(output / "data", BuildConfig(num_samples=96, mean_length=60, max_length=300, samples_per_shard=16))
+    return output
+
+
+@pytest.fixture(scope="module")
+def references(output) -> dict[tuple[int, bool], Run]:
+    """Runs of one rank in this process, by the data-parallel size whose samples they train, and packed or not.
+
+    Energon deals samples to rank x worker: one rank with two workers sees at every step what two ranks see.
+    """
+    layouts = {
+        (1, False): Layout(world=1),
+        (1, True): Layout(world=1, packed=True),
+        (2, False): Layout(world=1, flags=("--num-workers", "2")),
+    }
+    with one_rank():
+        return {
+            key: train(parse(layout, str(output / "data"), output / f"one{key}")) for key, layout in layouts.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def results_of(output) -> Callable[[int], list[dict[str, Run]]]:
+    """World size -> every rank's results; each world size is launched once."""
     return functools.cache(
         lambda world_size: run_ranks(run_layouts, world_size, str(output / "data"), output, timeout_s=280)
     )
@@ -168,12 +190,11 @@ def slow_from_four(world_size: int) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=slow_from_four(layout.world)) for n, layout in LAYOUTS.items() if layout.world > 1],
+    [pytest.param(name, marks=slow_from_four(layout.world)) for name, layout in LAYOUTS.items()],
 )
-def test_layout_gives_the_losses_of_one_rank(results_of, name: str) -> None:
+def test_layout_gives_the_losses_of_one_rank(references, results_of, name: str) -> None:
     layout = LAYOUTS[name]
-    (reference,) = results_of(1)
-    expected = reference["one_rank_packed" if layout.packed else "one_rank"]
+    expected = references[layout.data_parallel_size, layout.packed]
     assert expected.losses[-1] < expected.losses[0]
     for result in results_of(layout.world):
         run = result[name]
@@ -183,9 +204,8 @@ def test_layout_gives_the_losses_of_one_rank(results_of, name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=slow_from_four(n)) for n in CHAINS])
-def test_a_run_resumes_in_other_layouts_at_the_same_data_parallel_size(results_of, world_size: int) -> None:
-    (reference,) = results_of(1)
-    expected = reference["one_rank"]
+def test_a_run_resumes_in_other_layouts_at_the_same_data_parallel_size(references, results_of, world_size: int) -> None:
+    expected = references[world_size // 2, False]
     for result in results_of(world_size):
         run = result["chain"]
         assert run.losses == pytest.approx(expected.losses, rel=TENSOR_PARALLEL)
@@ -193,7 +213,6 @@ def test_a_run_resumes_in_other_layouts_at_the_same_data_parallel_size(results_o
         assert run.validation == pytest.approx(expected.validation, rel=TENSOR_PARALLEL)
 
 
-def test_packs_hold_several_samples(results_of) -> None:
-    (reference,) = results_of(1)
-    assert reference["one_rank"].num_samples == STEPS * SAMPLES_PER_STEP
-    assert reference["one_rank_packed"].num_samples > 2 * STEPS * SAMPLES_PER_STEP
+def test_packs_hold_several_samples(references) -> None:
+    assert references[1, False].num_samples == STEPS * SAMPLES_PER_STEP
+    assert references[1, True].num_samples > 2 * STEPS * SAMPLES_PER_STEP

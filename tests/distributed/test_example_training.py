@@ -142,9 +142,6 @@ def broken_run(args: argparse.Namespace, device: torch.device) -> str:
 
 def second_launch(rank: int, world_size: int, data: str, output: Path) -> dict[str, Any]:
     """Other processes: everything that is continued comes from files."""
-    from megatron.core import parallel_state
-    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-
     from examples.llava_ov import cpu_shim
     from examples.llava_ov.training import Trainer
 
@@ -154,12 +151,6 @@ def second_launch(rank: int, world_size: int, data: str, output: Path) -> dict[s
     with Trainer(args, device) as trainer:
         results: dict[str, Any] = {"second half": trainer.train(), "num_samples": trainer.num_samples}
         results["validation"] = trainer.evaluate()
-    for name, flag in (("tp2", "--tensor-model-parallel-size"), ("pp2", "--pipeline-model-parallel-size")):
-        destroy_rerun_state_machine()
-        parallel_state.destroy_model_parallel()
-        args = arguments(data, output, name, "--train-iters", "2", flag, "2")
-        start(args)
-        results[name] = train(args, device)
     return results
 
 
@@ -240,13 +231,6 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks(first):
         assert result["broken"].startswith(
             "The loss or a gradient of step 0 is not finite, and a second run of the step gave the same"
         )
-
-
-def test_tensor_and_pipeline_parallel_ranks_share_one_stream(second):
-    """Both layouts have one replica, so both train the same samples from the same weights."""
-    assert second[0]["tp2"] == second[1]["tp2"]
-    assert second[0]["pp2"] == second[1]["pp2"]
-    assert second[0]["tp2"] == pytest.approx(second[0]["pp2"], rel=1e-5)
 
 
 def test_validation_loss_is_the_same_on_all_ranks(second):
