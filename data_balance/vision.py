@@ -81,6 +81,8 @@ class BalancedVisionEncoder(nn.Module):
         self.cost_model = cost_model if cost_model is not None else DEFAULT_COST_MODEL.vision
         self.is_enabled = True
         self.last_metrics: BalanceMetrics | None = None
+        #: Cost of the images that this rank encoded in the last micro batch, after the move.
+        self.encoded_cost: float | None = None
         self._group: dist.ProcessGroup = group if group is not None else _world()
         self._lengths_group = own_gloo_group(group, timeout_s)
         self._watch = CollectiveWatch(self._lengths_group, "vision")
@@ -238,6 +240,7 @@ class BalancedVisionEncoder(nn.Module):
         self._num_planned += 1
         self._num_skipped += not moves
         self._carried = after if moves else before
+        self.encoded_cost = float(costs[target == self._rank].sum())
         if self._fitter is not None:
             own = target == self._rank
             sums = [0, 0, patches[own].sum(), (patches * frame)[own].sum(), own.sum()]

@@ -91,6 +91,10 @@ class EncoderBalance:
         """Of the last micro batch; None where the scope is off or no image came yet."""
         return self._encoders[0].last_metrics if self._encoders else None
 
+    def encoded_cost(self) -> float | None:
+        """Cost of the images that this rank encoded in the last micro batch; None where the scope is off."""
+        return self._encoders[0].encoded_cost if self._encoders else None
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Every rank encodes its own images: in validation ranks hold different numbers of batches."""

@@ -32,7 +32,11 @@ class BatchCost:
         """The same costs as the data balance plans with."""
         return SampleCostModel(vision=self._vision, language=self._language)
 
-    def __call__(self, batch: MicroBatch) -> float:
+    def __call__(self, batch: MicroBatch, vision_cost: float | None = None) -> float:
+        """FLOPs of the batch; `vision_cost` takes the place of its own images' where others were encoded."""
+        language_cost = self._language.cost_of_segments(batch.segment_lengths)
+        if vision_cost is not None:
+            return language_cost + vision_cost
         frames, height, width = batch.image_grid_thw.unbind(1)
         patches_per_frame = (height * width).repeat_interleave(frames)
-        return self._language.cost_of_segments(batch.segment_lengths) + self._vision.cost_of_segments(patches_per_frame)
+        return language_cost + self._vision.cost_of_segments(patches_per_frame)

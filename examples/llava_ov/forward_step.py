@@ -31,6 +31,7 @@ class ForwardStep:
         recorder: Counts the micro batches.
         tensor_parallel_group: Its first rank reads the data for all of it.
         device: Of the model.
+        encoded_cost: Cost of the images that this rank encoded in the last forward; None where they were its own.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class ForwardStep:
         recorder: StepRecorder,
         tensor_parallel_group: dist.ProcessGroup,
         device: torch.device,
+        encoded_cost: Callable[[], float | None],
     ) -> None:
+        self._encoded_cost = encoded_cost
         self._cost = BatchCost(model_config)
         self._recorder = recorder
         self._tensor_parallel_group = tensor_parallel_group
@@ -59,9 +62,10 @@ class ForwardStep:
     ) -> tuple[torch.Tensor, LossFunc]:
         with self._recorder.data_wait():
             batch = next_micro_batch(data_iterator, self._tensor_parallel_group, self._device)
+        losses = run_model(model, batch)
         if not get_attr_wrapped_model(model, "vp_stage"):  # under virtual pipelining the other chunks see it again
             self._count(batch)
-        return run_model(model, batch), partial(_finite_token_losses, batch.labels)
+        return losses, partial(_finite_token_losses, batch.labels)
 
     def _count(self, batch: MicroBatch) -> None:
         self.num_samples += batch.num_samples
@@ -71,7 +75,7 @@ class ForwardStep:
             num_samples=batch.num_samples,
             num_tokens=batch.num_tokens,
             num_token_slots=batch.tokens.numel(),
-            cost=self._cost(batch),
+            cost=self._cost(batch, self._encoded_cost()),
             deferred_samples=counters.get("deferred_samples", 0),
             max_deferral_age=counters.get("oldest_deferral", 0),
             counters=counters,

@@ -74,12 +74,16 @@ class Trainer:
         )
         no_sync_funcs = [chunk.no_sync for chunk in self.model]
         config.no_sync_func = no_sync_funcs if len(self.model) > 1 else no_sync_funcs[0]
-        self._forward_step = ForwardStep(
-            model_config, self.recorder, parallel_state.get_tensor_model_parallel_group(), device
-        )
         cost_model = BatchCost(model_config).sample_cost_model
         balance = (args, extension, cost_model, self._num_microbatches)
         self._encoder_balance = EncoderBalance([chunk.module for chunk in self.model], *balance)
+        self._forward_step = ForwardStep(
+            model_config,
+            self.recorder,
+            parallel_state.get_tensor_model_parallel_group(),
+            device,
+            self._encoder_balance.encoded_cost,
+        )
         self._loader = None
         if reads_data():
             loader = build_loader(args, extension, self._tokenizer, train_on_prompt, cost_model)

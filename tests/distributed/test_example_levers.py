@@ -110,6 +110,7 @@ def test_balance_evens_out_the_steps(runs):
         return sum(record.cost_mean for record in records) / sum(record.cost_max for record in records)
 
     assert efficiency("balance_step") > efficiency("none")
+    assert efficiency("balance_encoder") > efficiency("none"), "images count where they were encoded"
     assert efficiency("length_sort+balance_step") > 0.95
 
 
