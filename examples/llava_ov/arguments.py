@@ -143,7 +143,7 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lr", type=float, default=1e-3)
     group.add_argument("--min-lr", type=float, default=1e-5)
     group.add_argument(
-        "--lr-warmup-fraction", type=float, default=0.05, help="share of the run's samples; then a cosine decay"
+        "--lr-warmup-fraction", type=float, default=0.05, help="share of the run (see README.md); then a cosine decay"
     )
     group.add_argument("--weight-decay", type=float, default=0.0)
     group.add_argument("--adam-beta1", type=float, default=0.9)

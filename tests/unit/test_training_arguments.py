@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import aiak_ext
-from examples.llava_ov.arguments import num_microbatches, parse_train_args
+from examples.llava_ov.arguments import build_parser, num_microbatches, parse_train_args
 
 BASE = ["--data-path", "data", "--train-iters", "10"]
 
@@ -66,3 +69,10 @@ def test_precision_and_modules():
     assert parse_train_args(BASE).params_dtype == torch.float32
     with pytest.raises(SystemExit):
         parse_train_args([*BASE, "--trainable-modules", "adaptor"])
+
+
+def test_readme_names_every_flag():
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "examples" / "llava_ov" / "README.md").read_text() + (root / "README.md").read_text()
+    flags = {flag for action in build_parser()._actions for flag in action.option_strings if flag != "-h"}
+    assert flags - {"--help"} <= set(re.findall(r"--[a-z0-9-]+", text))
