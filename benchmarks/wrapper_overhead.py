@@ -1,4 +1,4 @@
-"""What LengthPoolSortDataset adds to every sample, beside Energon's ShuffleBufferDataset of the same size."""
+"""What the length wrappers add to every sample, beside Energon's ShuffleBufferDataset of the same size."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from benchmarks.common import (
     single_worker,
     write_json,
 )
-from length_sort import LengthPoolSortDataset
+from length_sort import LengthPoolSortDataset, ODBGroupDataset
 
 BARE = "bare stream"
 SHUFFLE = "ShuffleBufferDataset"
 POOL = "LengthPoolSortDataset"
+ODB = "ODBGroupDataset"
+
+TOKEN_BUDGET = 8192
 
 
 def dataset_makers(num_tokens: list[int], pool_size: int) -> dict[str, Callable[[], SavableDataset]]:
@@ -42,6 +45,7 @@ def dataset_makers(num_tokens: list[int], pool_size: int) -> dict[str, Callable[
         BARE: stream,
         SHUFFLE: lambda: ShuffleBufferDataset(stream(), pool_size, worker_config=config),
         POOL: lambda: LengthPoolSortDataset(stream(), pool_size=pool_size, worker_config=config),
+        ODB: lambda: ODBGroupDataset(stream(), token_budget=TOKEN_BUDGET, buffer_size=pool_size, worker_config=config),
     }
 
 
@@ -87,7 +91,9 @@ def main(pool_size: int, num_samples: int, repeats: int, output: Path) -> None:
     """Claim: the pool wrapper adds no more to a sample than Energon's shuffle buffer of the same size.
 
     Drains a stream of content-less samples bare and through each wrapper, in turn within one run, and prints the
-    median processor time a sample takes, what the wrapper adds to it, and the ratio of the two additions.
+    median processor time a sample takes, what the wrapper adds to it, and the ratio to the shuffle buffer's addition.
+    Online dynamic batching stands beside them: it also counts loss tokens, forms groups and hands those out, about
+    ten samples each, so that the batching behind it has one element a batch to deal with.
     """
     data = load_lengths()
     click.echo(data.describe())
@@ -98,10 +104,11 @@ def main(pool_size: int, num_samples: int, repeats: int, output: Path) -> None:
         {"dataset": name, "us_per_sample": median(values), "us_added": added.get(name)}
         for name, values in times.items()
     ]
-    ratio = added[POOL] / added[SHUFFLE]
+    ratios = {name: added[name] / added[SHUFFLE] for name in (POOL, ODB)}
     click.echo(format_table(rows))
-    click.echo(f"{POOL} adds {ratio:.2f} x what {SHUFFLE} adds (size {pool_size})")
-    write_json(output, {"pool_size": pool_size, "num_samples": num_samples, "rows": rows, "ratio": ratio})
+    for name, ratio in ratios.items():
+        click.echo(f"{name} adds {ratio:.2f} x what {SHUFFLE} adds (size {pool_size})")
+    write_json(output, {"pool_size": pool_size, "num_samples": num_samples, "rows": rows, "ratios": ratios})
 
 
 if __name__ == "__main__":

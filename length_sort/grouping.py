@@ -82,28 +82,24 @@ def _padded_groups(
 ) -> list[list[int]]:
     groups: list[list[int]] = []
     group: list[int] = []
-    group_patches, highest_cost, carried_size = 0, 0.0, 1
-
-    def close() -> None:
-        nonlocal group, group_patches, highest_cost, carried_size
-        # The paper's lag: this size limit comes from a longer sample than the next group's own longest one, so
-        # the next group can only be smaller than the budget allows, never larger.
-        carried_size = target_group_size(lengths[group[-1]], limits.token_budget)
-        groups.append(group)
-        group, group_patches, highest_cost = [], 0, 0.0
-
+    size_limit, group_patches, highest_cost = 0, 0, 0.0
     for index in descending:
-        cost = max(highest_cost, costs[index]) * (len(group) + 1)
-        if group and not limits.allow(patches=group_patches + patches[index], cost=cost):
-            close()
+        is_full = len(group) >= size_limit
+        if limits.beyond_tokens and not is_full:
+            cost = max(highest_cost, costs[index]) * (len(group) + 1)
+            is_full = not limits.allow(patches=group_patches + patches[index], cost=cost)
+        if is_full:
+            if not carry_over:
+                size_limit = target_group_size(lengths[index], limits.token_budget)
+            else:
+                # The paper's lag: this limit comes from a longer sample than the new group's own longest one, so
+                # the new group can only be smaller than the budget allows, never larger.
+                size_limit = target_group_size(lengths[group[-1]], limits.token_budget) if group else 1
+            group, group_patches, highest_cost = [], 0, 0.0
+            groups.append(group)
         group.append(index)
         group_patches += patches[index]
         highest_cost = max(highest_cost, costs[index])
-        size_limit = carried_size if carry_over else target_group_size(lengths[group[0]], limits.token_budget)
-        if len(group) >= size_limit:
-            close()
-    if group:
-        close()
     return groups
 
 

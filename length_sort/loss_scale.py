@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from length_sort.odb_group import GroupInfo
 
@@ -19,22 +21,29 @@ def count_loss_tokens(sample: Any) -> int:
     Raises:
         ValueError: the sample has none of the three.
     """
-    field = sample.get if isinstance(sample, Mapping) else functools.partial(getattr, sample)
-    if (labels := field("labels", None)) is not None:
+    read = _reader(type(sample))  # type: ignore[arg-type]  # types are hashable
+    if (labels := read(sample, "labels")) is not None:
         return _count(labels, IGNORED_LABEL)
-    if (loss_mask := field("loss_mask", None)) is not None:
+    if (loss_mask := read(sample, "loss_mask")) is not None:
         return _count(loss_mask, 0)
-    if (tokens := field("tokens", None)) is not None:
-        return len(tokens)
+    if (tokens := read(sample, "tokens")) is not None:
+        return tokens.shape[-1] if hasattr(tokens, "shape") else len(tokens)
     raise ValueError(
         f"{type(sample).__name__} has none of labels, loss_mask, tokens: the tokens that carry loss cannot be "
         "counted, and the loss would be weighted wrongly. Pass loss_tokens_fn=."
     )
 
 
+@functools.cache
+def _reader(kind: type[Any]) -> Callable[[Any, str], Any]:
+    """How to read a field, None where it is missing: looked up once per type, since every sample is counted."""
+    if issubclass(kind, Mapping):
+        return lambda sample, name: sample.get(name)
+    return lambda sample, name: getattr(sample, name, None)
+
+
 def _count(values: Any, ignored: int) -> int:
-    different = values != ignored if hasattr(values, "shape") else [value != ignored for value in values]
-    return int(different.sum()) if hasattr(different, "sum") else sum(different)
+    return int(torch.count_nonzero(torch.as_tensor(values) != ignored))
 
 
 def loss_scale(info: GroupInfo, world_size: int) -> float:

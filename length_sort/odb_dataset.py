@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -309,16 +310,17 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
 
     def _read(self, source: Iterator[Any], num_samples: int) -> None:
         """Reads samples into the buffer, or notes that the upstream's epoch has ended."""
-        num_wanted = len(self._rounds.buffer) + num_samples
-        while not self._exhausted and len(self._rounds.buffer) < num_wanted:
+        buffer, progress = self._rounds.buffer, self._agreement.progress
+        num_wanted = len(buffer) + num_samples
+        while not self._exhausted and len(buffer) < num_wanted:
             try:
                 sample = next(source)
             except StopIteration:
                 self._exhausted = True
                 return
-            self._agreement.progress()
+            progress()
             try:
-                self._rounds.buffer.append(self._candidate(sample))
+                buffer.append(self._candidate(sample))
             except Exception as error:
                 self._errors.handle(error, sample)
             else:
@@ -328,13 +330,10 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
         length = operator.index(self.length_fn(sample))
         if length < 1:
             raise ValueError(f"length_fn returned {length}: such a sample cannot be grouped. Return a positive int.")
-        return Candidate(
-            length,
-            loss_tokens=operator.index(self.loss_tokens_fn(sample)),
-            patches=0 if self.patches_fn is None else operator.index(self.patches_fn(sample)),
-            cost=default_cost(length) if self.cost_fn is None else float(self.cost_fn(sample)),
-            payload=self._buffer.put(sample, length),
-        )
+        loss_tokens = operator.index(self.loss_tokens_fn(sample))
+        patches = 0 if self.patches_fn is None else operator.index(self.patches_fn(sample))
+        cost = default_cost(length) if self.cost_fn is None else float(self.cost_fn(sample))
+        return Candidate(length, loss_tokens, patches, cost, payload=self._buffer.put(sample, length))
 
     def _next_group(self, source: Iterator[Any]) -> SampleGroup:
         rounds = self._rounds
@@ -425,9 +424,9 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
 def _make_group(restore_key: Any, samples: list[Any], info: GroupInfo, template: list[Any]) -> SampleGroup:
     shown = [sample for sample in samples or template if isinstance(sample, Sample)]
     return SampleGroup(
-        __key__=",".join(sample.__key__ for sample in shown),
+        __key__=",".join([sample.__key__ for sample in shown]),
         __restore_key__=restore_key,
-        __sources__=tuple(source for sample in shown for source in sample.__sources__ or ()),
+        __sources__=tuple(itertools.chain(*[sample.__sources__ or () for sample in shown])),
         samples=samples,
         info=info,
         template=template,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -38,7 +39,7 @@ class GroupInfo:
 
     def figures(self) -> list[int]:
         """All fields in order, as integers."""
-        return [int(getattr(self, name)) for name in FIGURES]
+        return [int(value) for value in _figures_of(self)]
 
     @classmethod
     def from_figures(cls, figures: Sequence[int]) -> GroupInfo:
@@ -67,6 +68,8 @@ class GroupInfo:
 
 FIGURES = tuple(each.name for each in fields(GroupInfo))
 """Names of a group's figures, in the order in which they travel."""
+
+_figures_of = operator.attrgetter(*FIGURES)
 
 
 @edataclass

@@ -28,6 +28,11 @@ class GroupLimits:
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: no sample would fit. Give a positive value.")
 
+    @property
+    def beyond_tokens(self) -> bool:
+        """Whether anything but tokens is limited."""
+        return self.max_patches is not None or self.max_cost is not None
+
     def allow(self, *, patches: int, cost: float) -> bool:
         """Whether a group with this many patches and this cost is within the limits."""
         return (self.max_patches is None or patches <= self.max_patches) and (

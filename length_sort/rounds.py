@@ -226,6 +226,6 @@ class RankRounds:
 def _figures(group: Sequence[Candidate]) -> tuple[int, int, int]:
     return (
         len(group),
-        sum(candidate.length for candidate in group),
-        sum(candidate.loss_tokens for candidate in group),
+        sum([candidate.length for candidate in group]),
+        sum([candidate.loss_tokens for candidate in group]),
     )
