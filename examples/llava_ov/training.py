@@ -147,7 +147,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Stop the data workers and the save in flight, close the metrics."""
+        """Stop the data workers, give up a save that is in flight, close the metrics."""
         self._checkpointer.abort()
         if self._loader is not None:
             self._loader.close()
@@ -159,6 +159,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self._checkpointer.wait()
         self.close()
 
     def _iterators(self) -> list[RerunDataIterator | None]:

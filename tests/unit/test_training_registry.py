@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
 
-from examples.llava_ov import registry, trainers
-from examples.llava_ov.config import model_family_of
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+from aiak_ext.run_summary import read_records
+from examples.llava_ov import registry, train, trainers
+from examples.llava_ov.config import MODEL_FAMILY, model_family_of
 from examples.llava_ov.model import build_model
 from examples.llava_ov.registry import (
     get_model_provider,
@@ -13,6 +19,7 @@ from examples.llava_ov.registry import (
     register_model_provider,
     register_model_trainer,
 )
+from tests.demo_data import small_data_set
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +63,30 @@ def test_unknown_names_list_what_exists():
         register_model_trainer("mine", "dpo")
     with pytest.raises(ValueError, match="unknown model '5b'"):
         model_family_of("5b")
+
+
+def test_the_command_trains_with_what_is_registered(tmp_path, monkeypatch):
+    """Question tokens carry loss in the pretrain phase, so that the phases' losses differ from the same weights."""
+    losses = {}
+    for phase in registry.TRAINING_PHASES:
+        made = []
+        factory = registry._TRAINERS[MODEL_FAMILY, phase]
+
+        def counted(args, device, made=made, factory=factory):
+            made.append(args.training_phase)
+            return factory(args, device)
+
+        registry._TRAINERS[MODEL_FAMILY, phase] = counted
+        flags = {"--training-phase": phase, "--train-iters": "1", "--num-workers": "0"}
+        paths = {"--data-path": str(small_data_set()), "--metrics-dir": str(tmp_path / phase)}
+        words = [word for pair in {**flags, **paths}.items() for word in pair]
+        monkeypatch.setattr(sys, "argv", ["train", *words])
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            train.main()
+        finally:
+            destroy_rerun_state_machine()
+            parallel_state.destroy_model_parallel()
+        assert made == [phase]
+        losses[phase] = read_records(tmp_path / phase)[0].scalars["loss"]
+    assert losses["pretrain"] != losses["sft"]
