@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch.distributed import DistNetworkError, Store
 
+from length_sort.store_client import StoreClient
 from length_sort.store_host import BEATS_KEY
 
 
@@ -45,7 +46,7 @@ class Heartbeat:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=2)  # it may be stuck in a store that does not answer
 
     @property
     def orphaned(self) -> bool:
@@ -73,7 +74,7 @@ class HeartbeatWatch:
     Ages are measured on this process's clock from changes it saw itself, so clocks need not agree.
     """
 
-    def __init__(self, store: Store, *, timeout_s: float) -> None:
+    def __init__(self, store: StoreClient, *, timeout_s: float) -> None:
         self._store = store
         self._timeout_s = timeout_s
         self._start = time.monotonic()
@@ -85,7 +86,7 @@ class HeartbeatWatch:
 
     def _reason(self, key: str) -> str:
         now = time.monotonic()
-        value = self._store.get(key) if self._store.check([key]) else b""
+        value = self._store.get(key) if self._store.check(key) else b""
         if key not in self._seen:
             self._seen[key] = (value, self._start)
         elif self._seen[key][0] != value:

@@ -6,12 +6,12 @@ import atexit
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 from length_sort.odb_heartbeat import Heartbeat, HeartbeatWatch
+from length_sort.store_client import StoreClient
 
 Decide = Callable[[Sequence[Any]], Any]
 """Makes the outcome of the ranks' reports, [num_ranks]; the same on every rank."""
@@ -102,12 +102,10 @@ class StoreChannel:
         self._last_agreed = ""
         self._replayed: list[str] = []
         try:
-            self._store = TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
+            self._store = StoreClient(host, port, timeout_s=timeout_s)
         except (DistNetworkError, DistStoreError) as error:
             self._fail_unreachable("at its start", error)
-        self._heartbeat = Heartbeat(self._store, self._beat_key(rank), timeout_s=timeout_s)
+        self._heartbeat = Heartbeat(self._store.store, self._beat_key(rank), timeout_s=timeout_s)
         atexit.register(self.close)
 
     def start(self, settings: Mapping[str, Any]) -> None:
@@ -150,6 +148,7 @@ class StoreChannel:
     def close(self) -> None:
         atexit.unregister(self.close)
         self._heartbeat.stop()
+        self._store.close()
 
     # -- one agreement -----------------------------------------------------------------------------------------
 
@@ -168,10 +167,10 @@ class StoreChannel:
         outcome_key = self._key(name, "outcome")
         completed_here = False
         # Once an agreement was live, every rank has caught up, and no later outcome can be known beforehand.
-        if self._last_agreed or not self._store.check([outcome_key]):
+        if self._last_agreed or not self._store.check(outcome_key):
             # Requests of one connection are served in order: whoever sees the full count sees every report.
             line = f"{self._rank} {json.dumps(report, separators=(',', ':'))}\n"
-            self._store.append(self._key(name, "reports"), line)  # type: ignore[attr-defined]  # not in the stubs
+            self._store.append(self._key(name, "reports"), line)
             if self._store.add(self._key(name, "count"), 1) == self._world_size:
                 completed_here = True
                 self._store.set(outcome_key, _encode(decide(self._reports(name)), live=True))
@@ -184,7 +183,7 @@ class StoreChannel:
         # seconds, and until then the heartbeat could not use the connection.
         watch = HeartbeatWatch(self._store, timeout_s=self._timeout_s)
         start = last_look = time.monotonic()
-        while not self._store.check([outcome_key]):
+        while not self._store.check(outcome_key):
             waited_s = time.monotonic() - start
             time.sleep(min(max(waited_s * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
             if time.monotonic() - last_look < self._look_every_s:
@@ -198,7 +197,7 @@ class StoreChannel:
             missing = [rank for rank in range(self._world_size) if rank not in reports]
             reasons = watch.silent([self._beat_key(rank) for rank in missing])
             lost = {rank: reason for rank, reason in zip(missing, reasons) if reason}
-            if lost and not self._store.check([outcome_key]):
+            if lost and not self._store.check(outcome_key):
                 raise ODBSyncError(
                     f"ODB worker slot {self._slot}, round {name}: rank {self._rank} waits for missing ranks "
                     f"{sorted(lost)} ({'; '.join(f'rank {rank}: {reason}' for rank, reason in lost.items())}). Look at "
@@ -213,7 +212,7 @@ class StoreChannel:
     def _compare(self, settings: Mapping[int, Mapping[str, Any]]) -> list[str]:
         differences = _differences(settings)
         # Called on an incomplete set while waiting; a count that is full without every rank has one twice.
-        if int(self._store.add(self._key("start", "count"), 0)) >= self._world_size > len(settings):
+        if self._store.add(self._key("start", "count"), 0) >= self._world_size > len(settings):
             differences.append(f"rank: only {sorted(settings)} of {self._world_size} ranks exist, some of them twice")
         return differences
 
@@ -227,20 +226,20 @@ class StoreChannel:
     def _delete(self, names: Sequence[str]) -> None:
         for name in names:
             for part in ("outcome", "reports", "count"):
-                self._store.delete_key(self._key(name, part))
+                self._store.delete(self._key(name, part))
 
     def _guarded(self, name: str, action: Callable[[], Any]) -> Any:
         try:
             return action()
-        except DistNetworkError as error:
+        except (DistNetworkError, DistStoreError) as error:
             self._fail_unreachable(f"in round {name}", error)
 
     def _fail_unreachable(self, when: str, error: Exception) -> NoReturn:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ODBSyncError(
             f"ODB worker slot {self._slot}: rank {self._rank} cannot reach the store at {self._address} {when} "
-            f"({reason}). Its host is a process of rank 0, which is missing or was killed; look at that rank's log, "
-            "and check that its node accepts connections.",
+            f"({reason}). Its host is a process of rank 0, which is missing, was killed or hangs; look at that rank's "
+            "log, and check that its node is well and accepts connections.",
             missing_ranks=[0],
         ) from None
 

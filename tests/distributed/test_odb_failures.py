@@ -23,6 +23,7 @@ from tests.odb_pipeline import odb_batches
 
 WORLD_SIZE = 3
 TIMEOUT_S = 3.0
+PROCESSES = ("store host", "worker", "victim's worker")
 
 # Ranks are forked from the test, which has imported everything; the store host is never forked.
 context = multiprocessing.get_context("fork")
@@ -34,7 +35,7 @@ def train(rank: int, port: Any, messages: Any) -> None:
     if rank == 0:
         host = StoreHost(linger_s=TIMEOUT_S)
         port.value = host.port
-        messages.put(("pid", rank, host.pid))
+        messages.put(("store host", rank, host.pid))
     while port.value == 0:
         time.sleep(0.01)
     coordinator = StoreCoordinator("127.0.0.1", port.value, rank=rank, world_size=WORLD_SIZE, timeout_s=TIMEOUT_S)
@@ -43,7 +44,7 @@ def train(rank: int, port: Any, messages: Any) -> None:
     iterator = iter(loader)
     next(iterator)
     for worker in loader._iterator._workers:
-        messages.put(("pid" if rank != 1 else "victim's worker", rank, worker.pid))
+        messages.put(("worker" if rank != 1 else "victim's worker", rank, worker.pid))
     messages.put(("running", rank, None))
     try:
         while True:
@@ -80,7 +81,7 @@ class World:
 
     def end(self) -> None:
         """Nothing of a failed test stays behind either."""
-        for pid in [*(rank.pid for rank in self.ranks), *self.pids("pid", "victim's worker")]:
+        for pid in [*(rank.pid for rank in self.ranks), *self.pids(*PROCESSES)]:
             if alive([pid]):
                 os.kill(pid, signal.SIGKILL)
         for rank in self.ranks:
@@ -130,7 +131,27 @@ def test_others_raise_and_nothing_is_left_over(world, victim):
         world.ranks[1].kill()
         for pid in world.pids("victim's worker"):
             os.kill(pid, signal.SIGCONT)
+    assert_nothing_left(world)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="watches processes through /proc")
+def test_frozen_store_host_is_an_error_on_every_rank(world):
+    """torch's own client would wait for its answer for ever."""
+    world.wait_for("running", {0, 1, 2}, timeout_s=60)
+    (host,) = world.pids("store host")
+    os.kill(host, signal.SIGSTOP)
+    errors = world.wait_for("error", {0, 1, 2}, timeout_s=TIMEOUT_S + 12)
+    for rank, error in errors.items():
+        assert f"rank {rank} cannot reach the store at 127.0.0.1" in error
+        assert "in round" in error and "has not answered for 3.0 s" in error and "process of rank 0" in error
+        world.ranks[rank].join(20)
+        assert world.ranks[rank].exitcode == 3
+    os.kill(host, signal.SIGCONT)
+    assert_nothing_left(world)
+
+
+def assert_nothing_left(world: World) -> None:
     deadline = time.monotonic() + 30
-    while (left := alive(world.pids("pid", "victim's worker"))) and time.monotonic() < deadline:
+    while (left := alive(world.pids(*PROCESSES))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes {left} outlive the run"
