@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo demo-stages test test-all lint bench clean
 
 help:
 	@echo "make demo      install, build demo data, train with each lever, print and plot the comparison"
+	@echo "make demo-stages  the three training stages of the example, one after the other, on two ranks"
 	@echo "make test      install, run the test suite"
 	@echo "make test-all  the test suite with the slow tests"
 	@echo "make lint      ruff and mypy"
@@ -30,6 +31,9 @@ $(STAMP): setup.py constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.llava_ov.demo --output runs/demo
+
+demo-stages: $(STAMP)
+	$(BIN)/python -m examples.llava_ov.stages --output runs/stages
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests

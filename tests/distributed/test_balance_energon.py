@@ -15,6 +15,8 @@ from data_balance import BalanceOptions, balance_data_iterator
 from tests.distributed.launch import run_ranks
 from tests.energon_data import NumberSample, NumberTaskEncoder, lognormal_lengths, train_dataset, write_dataset
 
+pytestmark = pytest.mark.slow
+
 MICROBATCHES, BATCH_SIZE, STEPS = 2, 2, 6
 
 

@@ -17,6 +17,8 @@ from examples.llava_ov.checkpoint_files import latest_checkpoint
 from tests.demo_data import small_data_set
 from tests.training_run import CPU, arguments, one_rank
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 START_TIMEOUT_S = 120
 KILLED = {

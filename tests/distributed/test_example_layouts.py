@@ -28,6 +28,8 @@ from tests.training_run import CPU, one_rank
 
 from .launch import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 SAMPLES_PER_STEP = 4
 # Same arithmetic in another place: float64 rounding only. TP sums in another order around a float32 cross-entropy.

@@ -15,9 +15,9 @@ CASES = [
     "tests/unit/test_length_pool_sort.py",
     "tests/unit/test_task_encoder.py",
     "tests/unit/test_loader.py::test_three_resumes_in_one_run_continue_exactly[3-every]",
-    "tests/unit/test_loader.py::test_three_resumes_in_one_run_continue_exactly[0-default]",
     "tests/unit/test_loader.py::test_switching_keeps_the_data_position[10-0-2-default]",
     "tests/unit/test_loader.py::test_the_file_is_what_megatrons_example_reads",
+    "tests/unit/test_odb_glue.py::test_three_resumes_in_one_run[2-options1]",
     "tests/unit/test_redist.py::test_redistributed_run_covers_every_sample_once[before0-after0]",
 ]
 
