@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Many tests wait for processes to start, so two at a time suit two cores; a file's tests share its fixtures.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile tests
 export PYTHONPATH := $(CURDIR)
 
 .PHONY: help demo demo-stages test test-all lint bench clean
@@ -36,10 +38,10 @@ demo-stages: $(STAMP)
 	$(BIN)/python -m examples.llava_ov.stages --output runs/stages
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests
+	$(PYTEST)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest tests -m ''
+	$(PYTEST) -m ''
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,6 +42,14 @@ setup(
         "cli": ["click>=8", "matplotlib>=3.8", "pyyaml>=6", "tqdm>=4.66"],
         "demo": DEMO,
         "bench": ["click>=8", "matplotlib>=3.8", "tqdm>=4.66"],
-        "test": [*DEMO, "hypothesis>=6.100", "mypy>=1.10", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6"],
+        "test": [
+            *DEMO,
+            "hypothesis>=6.100",
+            "mypy>=1.10",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.5",
+            "ruff>=0.6",
+        ],
     },
 )
