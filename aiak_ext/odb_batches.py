@@ -133,6 +133,8 @@ class GroupBatcher:
         attach_counters(
             batch,
             {
+                "waiting_samples": self._groups.num_waiting,
+                "waiting_bytes": self._groups.num_waiting_bytes,
                 "reencoded_samples": self._groups.num_reencoded,
                 "lost_samples": counters.lost_samples + counters.dropped_samples,
                 "deferred_samples": counters.deferred_samples,

@@ -404,6 +404,16 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
         return self._counters
 
     @property
+    def num_waiting(self) -> int:
+        """Samples read but not emitted."""
+        return len(self._rounds.buffer) + sum(map(len, self._rounds.groups))
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of those held in memory."""
+        return self._buffer.num_bytes
+
+    @property
     def num_reencoded(self) -> int:
         """Samples that were re-read from their key: after a restore, or beyond the byte cap."""
         return self._buffer.num_restored

@@ -29,6 +29,7 @@ from examples.llava_ov.balancing import EncoderBalance, balance_loader, balance_
 from examples.llava_ov.batch_cost import BatchCost
 from examples.llava_ov.checkpoint import Checkpointer, check_can_resume
 from examples.llava_ov.checkpoint_files import latest_checkpoint
+from examples.llava_ov.coverage_report import CoverageReport
 from examples.llava_ov.data_loading import build_loader, reads_data, tokenizer_of
 from examples.llava_ov.evaluation import evaluate
 from examples.llava_ov.forward_step import ForwardStep, totals_over_ranks
@@ -88,6 +89,7 @@ class Trainer:
         if reads_data():
             loader = build_loader(args, extension, self._tokenizer, train_on_prompt, cost_model)
             self._loader = balance_loader(loader, *balance)
+        self._coverage = CoverageReport(args.num_workers) if args.sample_quota else None
         self._data_iterators = self._iterators()
         self._checkpointer = Checkpointer(
             self.model,
@@ -111,6 +113,7 @@ class Trainer:
         """
         args = self.args
         losses = []
+        num_before = self.num_samples
         with self._progress_bar() as bar:
             leave = self._finished()
             while not leave:
@@ -126,6 +129,10 @@ class Trainer:
                 self._checkpointer.poll()
         self._checkpointer.wait()
         self.recorder.flush()
+        if self._coverage is not None and losses:
+            self._coverage.write(
+                args.metrics_dir, quota=args.sample_quota - num_before, num_emitted=self.num_samples - num_before
+            )
         return losses
 
     def evaluate(self) -> float:
@@ -167,7 +174,8 @@ class Trainer:
         """One per model chunk; under virtual pipelining all chunks of a rank see the same micro batches."""
         if self._loader is None:
             return [None] * len(self.model)
-        streams = [self._loader] if len(self.model) == 1 else itertools.tee(self._loader, len(self.model))
+        stream = self._loader if self._coverage is None else self._coverage.watch(self._loader)
+        streams = [stream] if len(self.model) == 1 else itertools.tee(stream, len(self.model))
         return [RerunDataIterator(stream) for stream in streams]
 
     def _start_from_checkpoint(self) -> None:
