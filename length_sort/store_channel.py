@@ -126,10 +126,10 @@ class StoreChannel:
         outcome, completed_here = self._agree(name, report, lambda reports: decide([reports[r] for r in in_order]))
         if outcome["live"]:
             # Every rank has reported, so all have read what was agreed before.
-            self._delete(self._replayed)
+            outdated = [*self._replayed, *([self._last_agreed] if completed_here and self._last_agreed else [])]
+            if outdated:
+                self._guarded(name, lambda: self._delete(outdated))
             self._replayed = []
-            if completed_here and self._last_agreed:
-                self._delete([self._last_agreed])
             self._last_agreed = name
         else:
             self._replayed.append(name)
@@ -230,7 +230,7 @@ class StoreChannel:
 
     def _guarded(self, name: str, action: Callable[[], Any]) -> Any:
         try:
-            return action()
+            return self._store.run(action)
         except (DistNetworkError, DistStoreError) as error:
             self._fail_unreachable(f"in round {name}", error)
 

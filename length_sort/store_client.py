@@ -5,13 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 
-_Request = tuple[Callable[[], Any], "concurrent.futures.Future[Any]"]
+_Job = tuple[Callable[[], Any], "concurrent.futures.Future[Any]"]
 
 
 class StoreClient:
@@ -27,50 +28,66 @@ class StoreClient:
             DistNetworkError, DistStoreError: the store cannot be reached, or does not answer.
         """
         self._timeout_s = timeout_s
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._requests,), name="odb-store-client", daemon=True).start()
+        self._asked_at: float | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._jobs,), name="odb-store-client", daemon=True).start()
         # Some of torch's requests have a timeout of their own, whose errors name nobody: ours comes first.
         later = timedelta(seconds=2 * timeout_s)
-        self.store: TCPStore = self._answer(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=later)
+        self.store: TCPStore = self.run(
+            lambda: self._ask(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=later)
         )
         """torch's client, for threads that may block."""
 
+    def run(self, job: Callable[[], Any]) -> Any:
+        """The result of `job`, which makes requests; all requests are made within one, as changing threads costs time.
+
+        Raises:
+            DistNetworkError: one of its requests has no answer within the timeout.
+        """
+        result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._jobs.put((job, result))
+        while True:
+            try:
+                return result.result(min(self._timeout_s / 5, 1.0))
+            except concurrent.futures.TimeoutError:
+                asked_at = self._asked_at
+                if asked_at is not None and time.monotonic() - asked_at > self._timeout_s:
+                    raise DistNetworkError(f"it has not answered for {self._timeout_s} s") from None
+
     def get(self, key: str) -> bytes:
-        return self._answer(lambda: self.store.get(key))
+        return self._ask(self.store.get, key)
 
     def set(self, key: str, value: str) -> None:
-        self._answer(lambda: self.store.set(key, value))
+        self._ask(self.store.set, key, value)
 
     def add(self, key: str, amount: int) -> int:
-        return self._answer(lambda: self.store.add(key, amount))
+        return self._ask(self.store.add, key, amount)
 
     def append(self, key: str, value: str) -> None:
-        self._answer(lambda: self.store.append(key, value))  # type: ignore[attr-defined]  # not in the stubs
+        self._ask(self.store.append, key, value)  # type: ignore[attr-defined]  # not in the stubs
 
     def check(self, key: str) -> bool:
         """Whether the key is there."""
-        return self._answer(lambda: self.store.check([key]))
+        return self._ask(self.store.check, [key])
 
     def delete(self, key: str) -> None:
-        self._answer(lambda: self.store.delete_key(key))
+        self._ask(self.store.delete_key, key)
 
     def close(self) -> None:
-        self._requests.put(None)
+        self._jobs.put(None)
 
-    def _answer(self, request: Callable[[], Any]) -> Any:
-        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._requests.put((request, answer))
+    def _ask(self, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._asked_at = time.monotonic()
         try:
-            return answer.result(self._timeout_s)
-        except concurrent.futures.TimeoutError:
-            raise DistNetworkError(f"it has not answered for {self._timeout_s} s") from None
+            return request(*args, **kwargs)
+        finally:
+            self._asked_at = None
 
 
-def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
-    while (item := requests.get()) is not None:
-        request, answer = item
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (item := jobs.get()) is not None:
+        job, result = item
         try:
-            answer.set_result(request())
+            result.set_result(job())
         except Exception as error:  # belongs to the caller, who raises it
-            answer.set_exception(error)
+            result.set_exception(error)
