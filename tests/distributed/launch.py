@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _end_with_parent() -> None:
+    """A test run that is killed leaves no ranks behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _child(
     fn: Callable[..., Any], rank: int, world_size: int, port: int, timeout_s: float, results: Any, args: tuple
 ) -> None:
@@ -32,6 +41,7 @@ def _child(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
     )
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # data workers are forked, as in a process of torchrun's
     try:
