@@ -17,7 +17,7 @@ from examples.llava_ov.checkpoint_files import latest_checkpoint
 from tests.demo_data import small_data_set
 from tests.training_run import CPU, arguments, one_rank
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_in_process]
 
 STEPS = 3
 START_TIMEOUT_S = 120

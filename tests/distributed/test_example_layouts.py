@@ -28,7 +28,7 @@ from tests.training_run import CPU, one_rank
 
 from .launch import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_in_process]
 
 STEPS = 3
 SAMPLES_PER_STEP = 4

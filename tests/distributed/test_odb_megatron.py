@@ -24,6 +24,8 @@ from tests.streams import ListDataset, drain
 
 from .launch import run_ranks
 
+pytestmark = pytest.mark.megatron_in_process
+
 VOCAB_SIZE, LONGEST = 16, 24
 # Samples of each rank: the second runs dry first, and has idle groups from then on.
 NUM_SAMPLES = {2: [14, 3], 3: [14, 3, 9]}

@@ -11,6 +11,8 @@ from examples.llava_ov.coverage_report import COVERAGE_FILE
 from examples.llava_ov.training import Trainer
 from tests.training_run import CPU, arguments, one_rank
 
+pytestmark = pytest.mark.megatron_in_process
+
 ODB = ("--odb-token-budget", "900", "--odb-buffer-size", "6", "--odb-policy", "packed", "--odb-target", "min")
 
 

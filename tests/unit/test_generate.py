@@ -17,6 +17,8 @@ from examples.llava_ov.training import Trainer
 from tests.demo_data import small_data_set
 from tests.training_run import CPU, arguments, one_rank
 
+pytestmark = pytest.mark.megatron_in_process
+
 TOKENIZER = load_tokenizer(small_data_set() / "tokenizer")
 IMAGE_ID = token_id(TOKENIZER, IMAGE_TOKEN)
 

@@ -27,6 +27,8 @@ from examples.llava_ov.attention import SegmentedAttention
 from examples.llava_ov.model import LlavaOnevision, build_model, packed_segments, set_trainable_modules
 from examples.llava_ov.vision import patch_positions, vision_transformer_config
 
+pytestmark = pytest.mark.megatron_in_process
+
 IMAGE_TOKEN = 5
 
 

@@ -24,6 +24,8 @@ from examples.llava_ov.training import Trainer
 from tests.demo_data import image_file
 from tests.training_run import CPU, arguments, one_rank
 
+pytestmark = pytest.mark.megatron_in_process
+
 
 @pytest.fixture(autouse=True)
 def megatron() -> Iterator[None]:

@@ -21,6 +21,8 @@ from examples.llava_ov.registry import (
 )
 from tests.demo_data import small_data_set
 
+pytestmark = pytest.mark.megatron_in_process
+
 
 @pytest.fixture(autouse=True)
 def empty_again(monkeypatch):
