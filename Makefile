@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many tests wait for processes to start, so two at a time suit two cores; a file's tests share its fixtures.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile tests
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 export PYTHONPATH := $(CURDIR)
 
 .PHONY: help demo demo-stages test test-all lint bench clean

@@ -48,7 +48,7 @@ setup(
             "mypy>=1.10",
             "pytest>=8",
             "pytest-timeout>=2.3",
-            "pytest-xdist>=3.5",
+            "pytest-xdist>=3.7",
             "ruff>=0.6",
         ],
     },

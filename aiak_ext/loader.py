@@ -8,7 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from megatron.energon import SavableDataLoader, WorkerConfig
 from megatron.energon.flavors.base_dataset import SavableDataset
-from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetWrapper
+from megatron.energon.savable_loader import (
+    SavableDataLoaderState,
+    SavableDatasetCheckpoint,
+    SavableDatasetWrapper,
+)
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 
@@ -37,6 +41,9 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         super().__init__(dataset, **options)
         self._length_fn = length_fn
         self._closed = False
+        # Per worker slot: the batch count and the state that this loader starts from.
+        self._start_counters = list(self._worker_sample_counters)
+        self._start_states = [SavableDatasetCheckpoint(state=None, offset=0) for _ in self._worker_sample_counters]
         odb = find_lever(self.dataset, ODBGroupDataset)
         if odb is not None and isinstance(self.dataset, SavableDatasetWrapper):
             odb.begin_loader(prefetch_factor=self.prefetch_factor, num_snapshots=self.dataset.n_checkpoints)
@@ -50,9 +57,19 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         # iter() alone starts no worker, yet Energon then waits for an answer from the workers.
         has_workers, self._has_workers = self._has_workers, self._has_workers and self._iterator is not None
         try:
-            return super().save_state_rank()
+            state = super().save_state_rank()
         finally:
             self._has_workers = has_workers
+        if state is not None and isinstance(self.dataset, SavableDatasetWrapper):
+            self._keep_start_states(state)
+        return state
+
+    def _keep_start_states(self, state: SavableDataLoaderState) -> None:
+        # A worker that is still starting may answer before it has restored its state (Energon starts the thread that
+        # answers first). Until it has emitted a batch its position is the one that the loader started from.
+        for slot, (count, start) in enumerate(zip(self._worker_sample_counters, self._start_counters)):
+            if count == start:
+                state.worker_states[slot] = self._start_states[slot]
 
     def restore_state_rank(self, state: SavableDataLoaderState | None) -> None:
         """Restores this rank's state, before the first batch.
@@ -122,6 +139,11 @@ class LengthAwareDataLoader(SavableDataLoader[T], Generic[T]):
         for slot, worker_state in enumerate(state.worker_states):
             if worker_state.state is not None:
                 self._worker_sample_counters[slot] += worker_state.offset
+        self._start_counters = list(self._worker_sample_counters)
+        self._start_states = [
+            SavableDatasetCheckpoint(state=worker_state.state, offset=worker_state.offset)
+            for worker_state in state.worker_states
+        ]
         num_replayed = [worker_state.offset for worker_state in state.worker_states]
         length_sort = find_lever(self.dataset, LengthPoolSortDataset)
         if length_sort is not None:

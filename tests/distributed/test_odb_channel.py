@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -18,6 +19,8 @@ from length_sort.store_channel import ODBSyncError, StoreChannel
 from length_sort.store_host import StoreHost
 from tests.distributed.launch import free_port
 
+_numbers = itertools.count()
+
 
 @pytest.fixture(scope="module")
 def host():
@@ -30,9 +33,10 @@ def host():
 def world(host):
     """Opens a channel per rank under keys of its own; all are closed afterwards."""
     opened: list[StoreChannel] = []
+    number = next(_numbers)
 
     def open_rank(rank: int, world_size: int, *, timeout_s: float = 20.0, slot: int = 3) -> StoreChannel:
-        prefix = f"test/{id(opened)}/{slot}"
+        prefix = f"test/{number}/{slot}"
         channel = StoreChannel(
             "127.0.0.1", host.port, rank=rank, world_size=world_size, slot=slot, prefix=prefix, timeout_s=timeout_s
         )
