@@ -38,10 +38,12 @@ demo-stages: $(STAMP)
 	$(BIN)/python -m examples.llava_ov.stages --output runs/stages
 
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) -m 'not slow and not alone'
+	$(BIN)/python -m pytest tests -m alone
 
 test-all: $(STAMP)
-	$(PYTEST) -m ''
+	$(PYTEST) -m 'not alone'
+	$(BIN)/python -m pytest tests -m alone
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -28,6 +28,9 @@ PROCESSES = ("store host", "worker", "victim's worker")
 # Ranks are forked from the test, which has imported everything; the store host is never forked.
 context = multiprocessing.get_context("fork")
 
+# They time how soon ranks notice a loss, so nothing else may take their processors.
+pytestmark = pytest.mark.alone
+
 
 def train(rank: int, port: Any, messages: Any) -> None:
     """A rank's endless loop over batches; rank 0 hosts the store."""
