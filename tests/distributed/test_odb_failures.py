@@ -45,7 +45,8 @@ def train(rank: int, port: Any, messages: Any) -> None:
     worker_config = WorkerConfig(rank=rank, world_size=WORLD_SIZE, num_workers=2)
     loader = get_savable_loader(odb_batches(worker_config, coordinator, repeat=True))
     iterator = iter(loader)
-    next(iterator)
+    for _ in range(worker_config.num_workers):  # a batch of each: a worker that still starts is not in a round
+        next(iterator)
     for worker in loader._iterator._workers:
         messages.put(("worker" if rank != 1 else "victim's worker", rank, worker.pid))
     messages.put(("running", rank, None))
