@@ -7,7 +7,7 @@ hung. This file is run as a script and imports nothing but torch, so the host st
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -44,8 +44,9 @@ class StoreHost:
             env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
         )
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], start_timeout_s)
-        line = self._process.stdout.readline() if ready else b""
+        with selectors.DefaultSelector() as selector:  # select() takes no descriptor above 1023
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            line = self._process.stdout.readline() if selector.select(start_timeout_s) else b""
         if not line.strip().isdigit():
             self.close()
             raise RuntimeError(
