@@ -13,7 +13,7 @@ help:
 	@echo "make demo      install, build demo data, train with each lever, print and plot the comparison"
 	@echo "make demo-stages  the three training stages of the example, one after the other, on two ranks"
 	@echo "make test      install, run the test suite"
-	@echo "make test-all  the test suite with the slow tests"
+	@echo "make test-all  the same and the slow tests, half an hour in all"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     every benchmark; tables on screen, JSON under runs/benchmarks"
 	@echo "make clean     remove .venv, runs and caches"
@@ -39,11 +39,10 @@ demo-stages: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) -m 'not slow and not alone'
-	$(BIN)/python -m pytest tests -m alone
+	$(BIN)/python -m pytest tests/distributed -m 'alone and not slow'
 
-test-all: $(STAMP)
-	$(PYTEST) -m 'not alone'
-	$(BIN)/python -m pytest tests -m alone
+test-all: test
+	$(BIN)/python -m pytest tests -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -51,7 +50,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@set -e; for name in $(filter-out __init__ common,$(basename $(notdir $(wildcard benchmarks/*.py)))); do \
+	@set -e; for name in $(filter-out __init__ common %_rank,$(basename $(notdir $(wildcard benchmarks/*.py)))); do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:

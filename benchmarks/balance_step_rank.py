@@ -22,8 +22,9 @@ cpu_shim.install()
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from data_balance import BalancedDataIterator, BalancedVisionEncoder, BalanceOptions, CostModel, SampleCostModel
-from examples.llava_ov.config import LlavaOnevisionConfig, get_model_config
+from data_balance import BalancedDataIterator, BalancedVisionEncoder, BalanceOptions
+from examples.llava_ov.batch_cost import BatchCost
+from examples.llava_ov.config import get_model_config
 from examples.llava_ov.distributed_setup import start_process_group
 from examples.llava_ov.forward_step import run_model
 from examples.llava_ov.micro_batch import MicroBatch
@@ -50,24 +51,6 @@ def make_batch(text_tokens: int, patches: int, image_token: int, seed: int) -> L
         image_grid_thw=grid,
         lengths=torch.tensor([tokens.shape[1]]),
         num_images=torch.tensor([len(grid)]),
-    )
-
-
-def cost_model_of(config: LlavaOnevisionConfig) -> SampleCostModel:
-    """FLOPs of both parts of the model."""
-    language, vision = config.language, config.vision
-    return SampleCostModel(
-        vision=CostModel.for_transformer(vision.hidden_size, vision.ffn_hidden_size, vision.num_layers),
-        language=CostModel.for_transformer(
-            language.hidden_size,
-            language.ffn_hidden_size,
-            language.num_layers,
-            gated_linear_unit=True,
-            causal=True,
-            num_attention_heads=language.num_attention_heads,
-            num_query_groups=language.num_query_groups,
-            vocab_size=language.padded_vocab_size,
-        ),
     )
 
 
@@ -113,7 +96,7 @@ def main(task_file: Path, output: Path) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     config = get_model_config("tiny")
     model = build_model(config)
-    cost_model = cost_model_of(config)
+    cost_model = BatchCost(config).sample_cost_model
     group = parallel_state.get_data_parallel_group()
 
     def loader() -> Iterator[LlavaBatch]:
