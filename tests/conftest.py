@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -14,3 +17,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     affected, since they keep their groups.
     """
     items.sort(key=lambda item: item.get_closest_marker("megatron_in_process") is not None)
+
+
+@pytest.fixture(autouse=True)
+def _frozen_imports() -> Iterator[None]:
+    """Hides what is loaded from the collector, which would walk it at every start of a loader and of its workers.
+
+    torch, Megatron and transformers are half a million objects, and a walk takes half a second. Energon's own freeze
+    ends with the loader, so it is repeated before each test.
+    """
+    gc.collect()
+    gc.freeze()
+    yield

@@ -103,6 +103,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--num-workers", type=int, default=1, help="data workers per data-parallel rank")
     group.add_argument("--shuffle-buffer-size", type=int, default=64, help="samples, before encoding")
+    group.add_argument("--data-seed", type=int, default=0, help="of the order in which samples are read")
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +228,11 @@ def _check_packing(args: argparse.Namespace) -> None:
             f"--micro-batch-size {args.micro_batch_size}: a pack needs a size, and the bounds of its samples describe "
             "one row. Give --seq-length and --micro-batch-size 1."
         )
+
+
+def sequence_multiple(args: argparse.Namespace) -> int:
+    """What padded lengths have to be a multiple of: sequence parallelism splits every sequence evenly."""
+    return args.tensor_model_parallel_size if args.sequence_parallel else 1
 
 
 def num_microbatches(args: argparse.Namespace, data_parallel_size: int) -> int:

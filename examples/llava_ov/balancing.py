@@ -11,7 +11,8 @@ from typing import Any
 from megatron.core import parallel_state
 
 import aiak_ext
-from data_balance import BalanceMetrics, SampleCostModel
+from data_balance import BalanceMetrics, DefaultCodec, SampleCostModel
+from examples.llava_ov.arguments import sequence_multiple
 
 # Metrics of a balanced step that are worth a curve.
 _LOGGED = (
@@ -44,6 +45,7 @@ def balance_loader(
         num_microbatches=num_microbatches,
         group=parallel_state.get_data_parallel_group(),
         cost_model=cost_model,
+        codec=DefaultCodec(pad_to_multiple=sequence_multiple(args)),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         agree_across_stages=pipelined,
         balance_every_slot=pipelined,

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.energon import WorkerConfig, get_loader, get_train_dataset, get_val_dataset
+from megatron.energon import WorkerConfig, get_train_dataset, get_val_dataset
+from megatron.energon.savable_loader import BasicDataLoader
 from transformers import PreTrainedTokenizerBase
 
 import aiak_ext
 from data_balance import SampleCostModel
+from examples.llava_ov.arguments import sequence_multiple
 from examples.llava_ov.image_processing import ImageConfig
 from examples.llava_ov.samples import LlavaBatch
 from examples.llava_ov.task_encoder import LlavaTaskEncoder
@@ -50,7 +52,7 @@ def build_loader(
     """
     dataset = get_train_dataset(
         args.data_path,
-        worker_config=_worker_config(args.num_workers),
+        worker_config=_worker_config(args.num_workers, args.data_seed),
         batch_size=args.micro_batch_size,
         shuffle_buffer_size=args.shuffle_buffer_size,
         max_samples_per_sequence=None,
@@ -73,7 +75,8 @@ def build_validation_batches(args: argparse.Namespace, tokenizer: PreTrainedToke
         batch_size=1,
         task_encoder=LlavaTaskEncoder(**_task_encoder_options(args, tokenizer)),
     )
-    return list(get_loader(dataset))
+    # Its collector's freeze would end with this loader, and that of `start_process_group` with it.
+    return list(BasicDataLoader(dataset, gc_collect_every_n_steps=0))
 
 
 def _task_encoder_options(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -81,13 +84,16 @@ def _task_encoder_options(args: argparse.Namespace, tokenizer: PreTrainedTokeniz
         "tokenizer": tokenizer,
         "seq_length": args.seq_length,
         "image_config": ImageConfig(max_pixels=args.max_pixels),
-        # Sequence parallelism splits every sequence evenly.
-        "pad_to_multiple_of": args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        "pad_to_multiple_of": sequence_multiple(args),
     }
 
 
-def _worker_config(num_workers: int) -> WorkerConfig:
+def _worker_config(num_workers: int, seed: int = 0) -> WorkerConfig:
     group = parallel_state.get_data_parallel_group()
     return WorkerConfig(
-        rank=dist.get_rank(group), world_size=group.size(), num_workers=num_workers, data_parallel_group=group
+        rank=dist.get_rank(group),
+        world_size=group.size(),
+        num_workers=num_workers,
+        data_parallel_group=group,
+        seed_offset=seed,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from datetime import timedelta
 
@@ -32,6 +33,9 @@ def start_process_group(timeout_minutes: float) -> torch.device:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    # What is loaded by now is half a million objects: each collection (Energon's loaders ask for some) would walk them.
+    gc.collect()
+    gc.freeze()
     return device
 
 

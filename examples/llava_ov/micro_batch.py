@@ -43,7 +43,10 @@ class MicroBatch:
         """Samples, counting those inside a pack; none in a batch that only keeps step with other ranks."""
         if self.odb_info is not None:
             return GroupInfo.from_tensor(self.odb_info).local_samples
-        return len(self.lengths) if self.cu_lengths is None else len(self.cu_lengths) - 1
+        if self.cu_lengths is None:
+            return len(self.lengths)
+        # A segment that begins behind the last token is padding.
+        return int((self.cu_lengths[:-1].cpu() < self.lengths.sum().cpu()).sum())
 
     @property
     def num_tokens(self) -> int:

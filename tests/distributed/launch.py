@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +31,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _child(
@@ -41,8 +44,10 @@ def _child(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
     )
+    os.setpgid(0, 0)  # with all that it starts: `run_ranks` ends the group
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    gc.freeze()  # torch and Megatron: half a million objects that every start of a loader would walk
     multiprocessing.set_start_method("fork", force=True)  # data workers are forked, as in a process of torchrun's
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
@@ -93,7 +98,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         assert [child.exitcode for child in children] == [0] * world_size
     finally:
         for child in children:
-            if child.pid is not None and child.is_alive():
+            if child.pid is not None:
                 child.kill()
+                with suppress(ProcessLookupError):  # nothing that it started is left
+                    os.killpg(child.pid, signal.SIGKILL)
                 child.join()
     return [answers[rank][0] for rank in range(world_size)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,17 @@ def train(args: argparse.Namespace) -> Run:
 
 
 def train_in_layout(name: str, data: str, output: Path, *flags: str) -> Run:
-    """A run of several processes, Megatron's state made for it and removed after it."""
     args = parse(LAYOUTS[name], data, output, *flags)
+    with with_megatron(args):
+        return train(args)
+
+
+@contextmanager
+def with_megatron(args: argparse.Namespace) -> Iterator[None]:
+    """Megatron's state of one of several runs in a process; gone afterwards."""
     initialize_megatron(args)
     try:
-        return train(args)
+        yield
     finally:
         destroy_rerun_state_machine()
         parallel_state.destroy_model_parallel()

@@ -12,6 +12,9 @@ from examples.llava_ov.build_demo_data import BuildConfig, build
 
 from .launch import run_ranks
 
+# `test_example_training` checks one epoch of the same in the quick suite.
+pytestmark = pytest.mark.slow
+
 NUM_RANKS, NUM_WORKERS = 2, 2
 NUM_SAMPLES = 1024
 NUM_TRAIN = 960  # 64 are held out

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import common, pool_stall, step_efficiency, worker_dilution, wrapper_overhead
+from benchmarks import common, final_loss, pool_stall, step_efficiency, worker_dilution, wrapper_overhead
 from length_sort import LengthPoolSortDataset
 
 
@@ -67,6 +67,15 @@ def test_table_and_json(tmp_path: Path) -> None:
     assert table.splitlines() == ["name  share", "----  -----", "   a  0.500", " bcd      -"]
     common.write_json(tmp_path / "deep" / "out.json", {"rows": [1]})
     assert json.loads((tmp_path / "deep" / "out.json").read_text())["rows"] == [1]
+
+
+def test_final_losses_are_compared_in_standard_deviations_of_the_runs_without_a_lever(tmp_path: Path) -> None:
+    without, lever = final_loss.compare({"none": [1.0, 2.0, 3.0], "sorted": [2.0, 2.0, 3.5]})
+    assert without["difference"] == 0 and without["std"] == pytest.approx(1.0)
+    assert lever["mean"] == pytest.approx(2.5)
+    assert lever["in stds of without"] == pytest.approx(0.5)
+    final_loss.plot_curve(np.linspace(8, 4, 30).tolist(), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_measured_padding_and_useful_share_of_known_batches() -> None:
