@@ -68,7 +68,7 @@ def plot_curve(losses: Sequence[float], path: Path, *, smooth: int = 10) -> None
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--num-samples", type=int, default=320, help="Samples that every run trains, over all ranks.")
+@click.option("--num-samples", type=int, default=160, help="Samples that every run trains, over all ranks.")
 @click.option("--seeds", type=click.IntRange(min=0), default=5, help="Of weights and data order; 0: only the curve.")
 @click.option("--curve-steps", type=int, default=200, help="Steps of the run whose losses are drawn; 0: none.")
 @click.option("--plot", type=click.Path(path_type=Path), default=Path("runs/benchmarks/loss.png"), help="PNG to write.")

@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from aiak_ext.analysis.model_dims import ModelDims
+from aiak_ext.cli import main
 from aiak_ext.metrics import StepRecord
 from aiak_ext.run_summary import read_records, summarize
 from examples.llava_ov.build_demo_data import BuildConfig, build
+from examples.llava_ov.config import get_model_config
+from examples.llava_ov.demo_encoder import DATA_VARIABLE
 
 from .launch import run_ranks
 
@@ -26,6 +31,9 @@ NUM_TRAIN = 540  # 36 are held out
 POOL_SIZE = 135  # the samples of one of the four workers
 STEPS = 4
 DEMO_ROWS = ["none", "length_sort"]
+DEMO_SAMPLES = 32
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "llava_ov"
 
 
 @pytest.fixture(scope="module")
@@ -238,25 +246,58 @@ def test_validation_loss_is_the_same_on_all_ranks(second):
     assert 0 < second[0]["validation"] < 20
 
 
-def test_demo_writes_summary_and_picture(data, tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "examples.llava_ov.demo", "--data", data, "--output", str(tmp_path)]
+@pytest.fixture(scope="module")
+def demo(data, tmp_path_factory) -> tuple[Path, str]:
+    """Output directory of a short demo, and what it printed."""
+    output = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "examples.llava_ov.demo", "--data", data, "--output", str(output)]
     done = subprocess.run(
-        [*command, "--num-samples", "32", *(word for name in DEMO_ROWS for word in ("--rows", name))],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        [*command, "--num-samples", str(DEMO_SAMPLES), *(word for name in DEMO_ROWS for word in ("--rows", name))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    return output, done.stdout
+
+
+def test_demo_writes_summary_and_picture(demo):
+    output, printed = demo
+    runs = json.loads((output / "summary.json").read_text())["runs"]
     assert list(runs) == DEMO_ROWS
     for result in runs.values():
         assert set(result) == {
             *("samples_per_s", "wait_share", "step_efficiency", "padding"),
             *("final_loss", "num_samples", "num_steps"),
         }
-        assert result["num_samples"] == 32
+        assert result["num_samples"] == DEMO_SAMPLES
     assert runs["length_sort"]["padding"] < runs["none"]["padding"]
-    assert (tmp_path / "demo.png").is_file()
-    assert "length_sort" in done.stdout
+    assert (output / "demo.png").is_file()
+    assert "length_sort" in printed
+
+
+def test_simulation_of_the_demo_predicts_its_padding_and_step_efficiency(data, demo, tmp_path, monkeypatch):
+    """From the data set alone: what the command says before a run is what the run then does."""
+    monkeypatch.setenv(DATA_VARIABLE, data)
+    settings = ["--as-read", "--shuffle-buffer-size", 64, "--ranks", 2, "--micro-batch", 4]
+    settings += ["--pool", DEMO_SAMPLES // 2, "--steps", DEMO_SAMPLES // 8, "--lever", "none", "--lever", "length_sort"]
+    model = ["--model-config", EXAMPLE / "tiny.json", "--task-encoder", "examples.llava_ov.demo_encoder:task_encoder"]
+    simulated = CliRunner().invoke(main, list(map(str, ["simulate", data, *settings, *model, "--json"])))
+    assert simulated.exit_code == 0, simulated.output
+    (tmp_path / "predicted.json").write_text(simulated.stdout)
+    for name in DEMO_ROWS:
+        arguments = ["report", demo[0] / "metrics" / name, "--predicted", tmp_path / "predicted.json", "--json"]
+        reported = CliRunner().invoke(main, [*map(str, arguments), "--output", str(tmp_path / "report.html")])
+        assert reported.exit_code == 0, reported.output
+        prediction = json.loads(reported.stdout)["runs"][0]["prediction"]
+        assert prediction["padding"]["simulated"] == pytest.approx(prediction["padding"]["from_costs"], abs=1e-9)
+        efficiency = prediction["step efficiency"]
+        assert efficiency["simulated"] == pytest.approx(efficiency["from_costs"], abs=0.02)
+
+
+def test_model_file_of_the_command_has_the_tiny_models_costs():
+    from examples.llava_ov.batch_cost import BatchCost
+
+    costs, tiny = ModelDims.from_json(EXAMPLE / "tiny.json").cost_model(), get_model_config("tiny")
+    assert costs == BatchCost(tiny).sample_cost_model

@@ -44,6 +44,8 @@ def test_packed_samples_are_counted_one_by_one():
     assert batch_of([3, 5]).num_samples == 2
     packed = batch_of([8], cu_lengths=[0, 3, 8])
     assert packed.num_samples == 2
+    padded = dataclasses.replace(packed, cu_lengths=torch.tensor([*packed.cu_lengths.tolist(), 99], dtype=torch.int32))
+    assert padded.num_samples == 2, "a segment of padding is none"
     assert packed.segment_lengths.tolist() == [3, 5]
     assert batch_of([3, 5]).segment_lengths.tolist() == [5, 5]
 
