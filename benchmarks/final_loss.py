@@ -70,10 +70,11 @@ def plot_curve(losses: Sequence[float], path: Path, *, smooth: int = 10) -> None
 @click.command(context_settings={"show_default": True})
 @click.option("--num-samples", type=int, default=160, help="Samples that every run trains, over all ranks.")
 @click.option("--seeds", type=click.IntRange(min=0), default=5, help="Of weights and data order; 0: only the curve.")
+@click.option("--rows", multiple=True, help="Only these rows of the demo.  [default: all]")
 @click.option("--curve-steps", type=int, default=200, help="Steps of the run whose losses are drawn; 0: none.")
 @click.option("--plot", type=click.Path(path_type=Path), default=Path("runs/benchmarks/loss.png"), help="PNG to write.")
 @output_option("final_loss")
-def main(num_samples: int, seeds: int, curve_steps: int, plot: Path, output: Path) -> None:
+def main(num_samples: int, seeds: int, rows: tuple[str, ...], curve_steps: int, plot: Path, output: Path) -> None:
     """Claim: a lever changes which samples meet in a step and who computes them, and not what is learned.
 
     Trains the demo's rows with the same samples on two ranks, once per seed of weights and data order. The final loss
@@ -81,21 +82,28 @@ def main(num_samples: int, seeds: int, curve_steps: int, plot: Path, output: Pat
     """
     if seeds == 1:
         raise click.UsageError("One seed has no spread to compare a difference with. Give 0 or at least 2.")
-    levers = [row.name for row in demo_rows(num_samples, NUM_RANKS)]
+    try:
+        levers = [row.name for row in demo_rows(num_samples, NUM_RANKS, only=rows)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if seeds and "none" not in levers:
+        raise click.UsageError(f"Rows {levers} have nothing to compare with. Add the row none.")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "losses.json"
         click.echo("== building the demo data")
         build(Path(folder) / "data", BuildConfig())
         arguments = ["--data-path", str(Path(folder) / "data"), "--output", folder, "--result", str(result)]
         arguments += ["--num-samples", str(num_samples), "--seeds", str(seeds), "--curve-steps", str(curve_steps)]
+        for name in levers:
+            arguments += ["--only", name]
         total = num_samples * len(levers) * seeds + curve_steps * NUM_RANKS * MICRO_BATCH_SIZE
         timeout_s = START_SECONDS + SECONDS_PER_SAMPLE * total * NUM_RANKS / (os.cpu_count() or 1)
         launch("benchmarks.final_loss_rank", arguments, num_ranks=NUM_RANKS, timeout_s=timeout_s)
         losses = json.loads(result.read_text())
-    rows = compare(losses["final"]) if seeds else []
-    if rows:
+    comparison = compare(losses["final"]) if seeds else []
+    if comparison:
         click.echo(f"final loss on the held-out split after {num_samples} samples")
-        click.echo(format_table(rows))
+        click.echo(format_table(comparison))
     if curve_steps:
         plot = PROJECT_ROOT / plot
         plot.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +114,7 @@ def main(num_samples: int, seeds: int, curve_steps: int, plot: Path, output: Pat
             f"{len(losses['curve'])} steps: mean loss {first:.3f} over the first {tenth}, {last:.3f} over the last"
         )
         click.echo(f"written: {plot}")
-    write_json(output, {"num_samples": num_samples, "ranks": NUM_RANKS, "rows": rows, **losses})
+    write_json(output, {"num_samples": num_samples, "ranks": NUM_RANKS, "rows": comparison, **losses})
 
 
 if __name__ == "__main__":

@@ -28,13 +28,16 @@ from examples.llava_ov.distributed_setup import initialize_megatron, start_proce
 @click.option("--num-samples", type=int, required=True)
 @click.option("--seeds", type=int, required=True)
 @click.option("--curve-steps", type=int, required=True)
-def main(data_path: str, output: Path, result: Path, num_samples: int, seeds: int, curve_steps: int) -> None:
+@click.option("--only", multiple=True, help="Names of the rows to run.")
+def main(
+    data_path: str, output: Path, result: Path, num_samples: int, seeds: int, curve_steps: int, only: tuple[str, ...]
+) -> None:
     """Run `benchmarks.final_loss` on this rank."""
     setup = parse_train_args(["--data-path", data_path, "--sample-quota", str(num_samples)])
     device = start_process_group(setup.distributed_timeout_minutes)
     initialize_megatron(setup)
     num_ranks = dist.get_world_size()
-    rows = demo_rows(num_samples, num_ranks)
+    rows = demo_rows(num_samples, num_ranks, only)
     for seed in range(seeds):
         for row in rows:
             flags = (*row.flags, "--seed", str(seed), "--data-seed", str(seed))
