@@ -262,6 +262,7 @@ def demo(data, tmp_path_factory) -> tuple[Path, str]:
     return output, done.stdout
 
 
+@pytest.mark.slow
 def test_demo_writes_summary_and_picture(demo):
     output, printed = demo
     runs = json.loads((output / "summary.json").read_text())["runs"]
@@ -277,6 +278,7 @@ def test_demo_writes_summary_and_picture(demo):
     assert "length_sort" in printed
 
 
+@pytest.mark.slow
 def test_simulation_of_the_demo_predicts_its_padding_and_step_efficiency(data, demo, tmp_path, monkeypatch):
     """From the data set alone: what the command says before a run is what the run then does."""
     monkeypatch.setenv(DATA_VARIABLE, data)
