@@ -20,6 +20,7 @@ Decide = Callable[[Sequence[Any]], Any]
 # a round among punctual ranks is short and one that waits for a late rank costs the store little.
 _POLL_SHARE = 0.1
 _SHORTEST_POLL_S = 0.002
+_SHORTEST_POLL_PER_RANK_S = 0.0001  # many ranks that look often keep the store from taking reports
 _LONGEST_POLL_S = 0.25
 
 _DecideByRank = Callable[[Mapping[int, Any]], Any]
@@ -182,10 +183,11 @@ class StoreChannel:
         # Not the store's own wait: when its time is up it logs a warning and looks up the host's name, which can take
         # seconds, and until then the heartbeat could not use the connection.
         watch = HeartbeatWatch(self._store, timeout_s=self._timeout_s)
+        shortest_poll_s = max(_SHORTEST_POLL_S, _SHORTEST_POLL_PER_RANK_S * self._world_size)
         start = last_look = time.monotonic()
         while not self._store.check(outcome_key):
             waited_s = time.monotonic() - start
-            time.sleep(min(max(waited_s * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
+            time.sleep(min(max(waited_s * _POLL_SHARE, shortest_poll_s), _LONGEST_POLL_S))
             if time.monotonic() - last_look < self._look_every_s:
                 continue
             last_look = time.monotonic()
