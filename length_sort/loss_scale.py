@@ -11,7 +11,6 @@ import torch
 from length_sort.odb_group import GroupInfo
 
 IGNORED_LABEL = -100
-_FIELDS = ("labels", "loss_mask", "tokens")
 
 
 def count_loss_tokens(sample: Any) -> int:
@@ -40,11 +39,7 @@ def _reader(kind: type[Any]) -> Callable[[Any, str], Any]:
     """How to read a field, None where it is missing: looked up once per type, since every sample is counted."""
     if issubclass(kind, Mapping):
         return lambda sample, name: sample.get(name)
-    if not kind.__dictoffset__ or hasattr(kind, "__getattr__"):
-        return lambda sample, name: getattr(sample, name, None)
-    in_class = frozenset(name for name in _FIELDS if hasattr(kind, name))  # defaults and properties
-    # An attribute that is missing costs getattr an exception.
-    return lambda sample, name: getattr(sample, name) if name in in_class else sample.__dict__.get(name)
+    return lambda sample, name: getattr(sample, name, None)
 
 
 def _count(values: Any, ignored: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,9 +25,9 @@ def sample_num_bytes(sample: Any) -> int:
 def _num_bytes_rule(kind: Any) -> Callable[[Any], int]:
     """How to count the bytes of values of one type: looked up once per type, since every sample is counted."""
     if issubclass(kind, torch.Tensor):
-        return operator.attrgetter("nbytes")
+        return lambda tensor: tensor.numel() * tensor.element_size()
     if issubclass(kind, np.ndarray):
-        return operator.attrgetter("nbytes")
+        return lambda array: array.nbytes
     if issubclass(kind, (bytes, bytearray, str)):
         return len
     if issubclass(kind, Mapping):
@@ -37,10 +36,7 @@ def _num_bytes_rule(kind: Any) -> Callable[[Any], int]:
         return lambda sequence: sum(map(sample_num_bytes, sequence))
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.name not in _ENERGONS_FIELDS]
-        if len(names) < 2:  # attrgetter would give the value itself
-            return lambda sample: sum([sample_num_bytes(getattr(sample, name)) for name in names])
-        values_of = operator.attrgetter(*names)
-        return lambda sample: sum(map(sample_num_bytes, values_of(sample)))
+        return lambda sample: sum([sample_num_bytes(getattr(sample, name)) for name in names])
     if hasattr(kind, "getbands"):  # a decoded PIL image
         return lambda image: image.size[0] * image.size[1] * len(image.getbands())
     return lambda other: 0
