@@ -13,7 +13,7 @@ help:
 	@echo "make demo      install, build demo data, train with each lever, print and plot the comparison"
 	@echo "make demo-stages  the three training stages of the example, one after the other, on two ranks"
 	@echo "make test      install, run the test suite"
-	@echo "make test-all  the same and the slow tests, half an hour in all"
+	@echo "make test-all  the same, then the slow tests"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     every benchmark; tables on screen, JSON under runs/benchmarks"
 	@echo "make clean     remove .venv, runs and caches"

@@ -72,7 +72,13 @@ def plot_curve(losses: Sequence[float], path: Path, *, smooth: int = 10) -> None
 @click.option("--seeds", type=click.IntRange(min=0), default=5, help="Of weights and data order; 0: only the curve.")
 @click.option("--rows", multiple=True, help="Only these rows of the demo.  [default: all]")
 @click.option("--curve-steps", type=int, default=200, help="Steps of the run whose losses are drawn; 0: none.")
-@click.option("--plot", type=click.Path(path_type=Path), default=Path("runs/benchmarks/loss.png"), help="PNG to write.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    default=PROJECT_ROOT / "runs" / "benchmarks" / "loss.png",
+    show_default="runs/benchmarks/loss.png",
+    help="PNG for the curve.",
+)
 @output_option("final_loss")
 def main(num_samples: int, seeds: int, rows: tuple[str, ...], curve_steps: int, plot: Path, output: Path) -> None:
     """Claim: a lever changes which samples meet in a step and who computes them, and not what is learned.
@@ -105,7 +111,6 @@ def main(num_samples: int, seeds: int, rows: tuple[str, ...], curve_steps: int, 
         click.echo(f"final loss on the held-out split after {num_samples} samples")
         click.echo(format_table(comparison))
     if curve_steps:
-        plot = PROJECT_ROOT / plot
         plot.parent.mkdir(parents=True, exist_ok=True)
         plot_curve(losses["curve"], plot)
         tenth = max(len(losses["curve"]) // 10, 1)
