@@ -109,7 +109,9 @@ class Checkpointer:
         directory = latest_checkpoint(root)
         if directory is None:
             return None
-        _check_settings(directory, self._settings)
+        # Data that starts over may do so in another order.
+        unread = ("data_seed",) if restart_data else ()
+        _check_settings(directory, {name: value for name, value in self._settings.items() if name not in unread})
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
         self._load_weights(state)
         self._optimizer.load_state_dict(state["optimizer"])

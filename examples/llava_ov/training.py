@@ -99,6 +99,7 @@ class Trainer:
                 "model_name": args.model_name,
                 "bf16": args.bf16,
                 "trainable_modules": sorted(args.trainable_modules),
+                "data_seed": args.data_seed,
             },
             keep=args.keep_checkpoints,
             asynchronous=args.async_save,

@@ -118,6 +118,15 @@ def test_bf16_trains_and_resumes(tmp_path):
     assert [*halves[0], *halves[1]] == straight
 
 
+def test_another_order_of_the_data_is_refused_unless_it_starts_over(tmp_path):
+    checkpoints = str(tmp_path / "checkpoints")
+    train(arguments(tmp_path / "first", "--save", checkpoints, "--exit-interval", "1"))
+    other = ("--load", checkpoints, "--data-seed", "1")
+    with pytest.raises(ValueError, match=r"saved with --data-seed 0, this run has 1.*Resume with the same setting"):
+        train(arguments(tmp_path / "refused", *other))
+    assert len(train(arguments(tmp_path / "over", *other, "--restart-data"))) == 1
+
+
 # --- logs --------------------------------------------------------------------------------------------------------
 
 
