@@ -86,7 +86,7 @@ class HeartbeatWatch:
 
     def _reason(self, key: str) -> str:
         now = time.monotonic()
-        value = self._store.get(key) if self._store.check(key) else b""
+        value = self._store.look(key) or b""
         if key not in self._seen:
             self._seen[key] = (value, self._start)
         elif self._seen[key][0] != value:

@@ -16,11 +16,13 @@ from length_sort.store_client import StoreClient
 Decide = Callable[[Sequence[Any]], Any]
 """Makes the outcome of the ranks' reports, [num_ranks]; the same on every rank."""
 
-# Seconds between two looks at whether an outcome is there: a share of the time waited so far, within bounds, so that
-# a round among punctual ranks is short and one that waits for a late rank costs the store little.
-_POLL_SHARE = 0.1
+# Seconds before a look at whether an outcome is there. The store takes one rank's requests at a time: the first look
+# comes when those that are still missing can have reported, and later ones less often the more ranks look. A round
+# that waits for a late rank costs the store little: looks then follow at a share of the time waited so far.
 _SHORTEST_POLL_S = 0.002
-_SHORTEST_POLL_PER_RANK_S = 0.0001  # many ranks that look often keep the store from taking reports
+_FIRST_POLL_PER_MISSING_RANK_S = 0.0001
+_POLL_PER_RANK_S = 0.00003
+_POLL_SHARE = 0.1
 _LONGEST_POLL_S = 0.25
 
 _DecideByRank = Callable[[Mapping[int, Any]], Any]
@@ -166,28 +168,33 @@ class StoreChannel:
         self, name: str, report: Any, decide: _DecideByRank, check: _DecideByRank | None
     ) -> tuple[Any, bool]:
         outcome_key = self._key(name, "outcome")
-        completed_here = False
         # Once an agreement was live, every rank has caught up, and no later outcome can be known beforehand.
-        if self._last_agreed or not self._store.check(outcome_key):
-            # Requests of one connection are served in order: whoever sees the full count sees every report.
-            line = f"{self._rank} {json.dumps(report, separators=(',', ':'))}\n"
-            self._store.append(self._key(name, "reports"), line)
-            if self._store.add(self._key(name, "count"), 1) == self._world_size:
-                completed_here = True
-                self._store.set(outcome_key, _encode(decide(self._reports(name)), live=True))
-            else:
-                self._wait(name, outcome_key, check)
-        return json.loads(self._store.get(outcome_key)), completed_here
+        known = None if self._last_agreed else self._store.look(outcome_key)
+        if known is not None:
+            return json.loads(known), False
+        # Requests of one connection are served in order: whoever sees the full count sees every report.
+        line = f"{self._rank} {json.dumps(report, separators=(',', ':'))}\n"
+        self._store.append(self._key(name, "reports"), line)
+        num_missing = self._world_size - self._store.add(self._key(name, "count"), 1)
+        if num_missing == 0:
+            outcome = _encode(decide(self._reports(name)), live=True)
+            self._store.set(outcome_key, outcome)
+            return json.loads(outcome), True
+        return json.loads(self._wait(name, outcome_key, num_missing, check)), False
 
-    def _wait(self, name: str, outcome_key: str, check: _DecideByRank | None) -> None:
+    def _wait(self, name: str, outcome_key: str, num_missing: int, check: _DecideByRank | None) -> bytes:
         # Not the store's own wait: when its time is up it logs a warning and looks up the host's name, which can take
         # seconds, and until then the heartbeat could not use the connection.
         watch = HeartbeatWatch(self._store, timeout_s=self._timeout_s)
-        shortest_poll_s = max(_SHORTEST_POLL_S, _SHORTEST_POLL_PER_RANK_S * self._world_size)
+        shortest_poll_s = max(_SHORTEST_POLL_S, _POLL_PER_RANK_S * self._world_size)
+        pause_s = max(shortest_poll_s, _FIRST_POLL_PER_MISSING_RANK_S * num_missing)
         start = last_look = time.monotonic()
-        while not self._store.check(outcome_key):
-            waited_s = time.monotonic() - start
-            time.sleep(min(max(waited_s * _POLL_SHARE, shortest_poll_s), _LONGEST_POLL_S))
+        while True:
+            time.sleep(min(pause_s, _LONGEST_POLL_S))
+            outcome = self._store.look(outcome_key)
+            if outcome is not None:
+                return outcome
+            pause_s = max(shortest_poll_s, _POLL_SHARE * (time.monotonic() - start))
             if time.monotonic() - last_look < self._look_every_s:
                 continue
             last_look = time.monotonic()
@@ -199,7 +206,7 @@ class StoreChannel:
             missing = [rank for rank in range(self._world_size) if rank not in reports]
             reasons = watch.silent([self._beat_key(rank) for rank in missing])
             lost = {rank: reason for rank, reason in zip(missing, reasons) if reason}
-            if lost and not self._store.check(outcome_key):
+            if lost and self._store.look(outcome_key) is None:
                 raise ODBSyncError(
                     f"ODB worker slot {self._slot}, round {name}: rank {self._rank} waits for missing ranks "
                     f"{sorted(lost)} ({'; '.join(f'rank {rank}: {reason}' for rank, reason in lost.items())}). Look at "
@@ -208,7 +215,7 @@ class StoreChannel:
                 )
 
     def _reports(self, name: str) -> dict[int, Any]:
-        lines = self._store.get(self._key(name, "reports")).decode().splitlines()
+        lines = (self._store.look(self._key(name, "reports")) or b"").decode().splitlines()
         return {int(rank): json.loads(report) for rank, report in (line.split(" ", 1) for line in lines)}
 
     def _compare(self, settings: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -12,6 +12,9 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore
 
+_ABSENT = "-"
+"""No value of ours: those are JSON, counts and lines."""
+
 _Job = tuple[Callable[[], Any], "concurrent.futures.Future[Any]"]
 
 
@@ -54,8 +57,11 @@ class StoreClient:
                 if asked_at is not None and time.monotonic() - asked_at > self._timeout_s:
                     raise DistNetworkError(f"it has not answered for {self._timeout_s} s") from None
 
-    def get(self, key: str) -> bytes:
-        return self._ask(self.store.get, key)
+    def look(self, key: str) -> bytes | None:
+        """The value of a key, None where there is none."""
+        # One request that never waits: torch's own `get` blocks on a missing key, and makes two.
+        value = self._ask(self.store.compare_set, key, _ABSENT, _ABSENT)
+        return None if value == _ABSENT.encode() else value
 
     def set(self, key: str, value: str) -> None:
         self._ask(self.store.set, key, value)
@@ -65,10 +71,6 @@ class StoreClient:
 
     def append(self, key: str, value: str) -> None:
         self._ask(self.store.append, key, value)  # type: ignore[attr-defined]  # not in the stubs
-
-    def check(self, key: str) -> bool:
-        """Whether the key is there."""
-        return self._ask(self.store.check, [key])
 
     def delete(self, key: str) -> None:
         self._ask(self.store.delete_key, key)
