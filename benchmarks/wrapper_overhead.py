@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from statistics import median
 
 import click
 from megatron.energon.flavors.base_dataset import SavableDataset
-from megatron.energon.wrappers import ShuffleBufferDataset
+from megatron.energon.wrappers import BatchDataset, ShuffleBufferDataset
 from tqdm import tqdm
 
 from benchmarks.common import (
@@ -30,8 +31,12 @@ BARE = "bare stream"
 SHUFFLE = "ShuffleBufferDataset"
 POOL = "LengthPoolSortDataset"
 ODB = "ODBGroupDataset"
+SHUFFLE_BATCHES = "ShuffleBufferDataset, BatchDataset(10)"
+ODB_BATCHES = "ODBGroupDataset, BatchDataset(1)"
+PEERS = {POOL: SHUFFLE, ODB: SHUFFLE, ODB_BATCHES: SHUFFLE_BATCHES}
 
 TOKEN_BUDGET = 8192
+SAMPLES_A_GROUP = 10  # what a group of that budget holds on average
 
 
 def dataset_makers(num_tokens: list[int], pool_size: int) -> dict[str, Callable[[], SavableDataset]]:
@@ -41,11 +46,22 @@ def dataset_makers(num_tokens: list[int], pool_size: int) -> dict[str, Callable[
     def stream() -> SyntheticStream:
         return SyntheticStream(num_tokens, worker_config=config)
 
+    def shuffled() -> SavableDataset:
+        return ShuffleBufferDataset(stream(), pool_size, worker_config=config)
+
+    def grouped() -> SavableDataset:
+        return ODBGroupDataset(stream(), token_budget=TOKEN_BUDGET, buffer_size=pool_size, worker_config=config)
+
+    def batched(dataset: SavableDataset, batch_size: int) -> SavableDataset:
+        return BatchDataset(dataset, batch_size, operator.itemgetter(0), worker_config=config)
+
     return {
         BARE: stream,
-        SHUFFLE: lambda: ShuffleBufferDataset(stream(), pool_size, worker_config=config),
+        SHUFFLE: shuffled,
         POOL: lambda: LengthPoolSortDataset(stream(), pool_size=pool_size, worker_config=config),
-        ODB: lambda: ODBGroupDataset(stream(), token_budget=TOKEN_BUDGET, buffer_size=pool_size, worker_config=config),
+        ODB: grouped,
+        SHUFFLE_BATCHES: lambda: batched(shuffled(), SAMPLES_A_GROUP),
+        ODB_BATCHES: lambda: batched(grouped(), 1),
     }
 
 
@@ -92,8 +108,8 @@ def main(pool_size: int, num_samples: int, repeats: int, output: Path) -> None:
 
     Drains a stream of content-less samples bare and through each wrapper, in turn within one run, and prints the
     median processor time a sample takes, what the wrapper adds to it, and the ratio to the shuffle buffer's addition.
-    Online dynamic batching stands beside them: it also counts loss tokens, forms groups and hands those out, about
-    ten samples each, so that the batching behind it has one element a batch to deal with.
+    Online dynamic batching stands beside them: it also counts loss tokens and forms the batches, which a shuffle
+    buffer leaves to the BatchDataset behind it; so both are measured with theirs as well.
     """
     data = load_lengths()
     click.echo(data.describe())
@@ -104,10 +120,10 @@ def main(pool_size: int, num_samples: int, repeats: int, output: Path) -> None:
         {"dataset": name, "us_per_sample": median(values), "us_added": added.get(name)}
         for name, values in times.items()
     ]
-    ratios = {name: added[name] / added[SHUFFLE] for name in (POOL, ODB)}
     click.echo(format_table(rows))
+    ratios = {name: added[name] / added[peer] for name, peer in PEERS.items()}
     for name, ratio in ratios.items():
-        click.echo(f"{name} adds {ratio:.2f} x what {SHUFFLE} adds (size {pool_size})")
+        click.echo(f"{name} adds {ratio:.2f} x what {PEERS[name]} adds (size {pool_size})")
     write_json(output, {"pool_size": pool_size, "num_samples": num_samples, "rows": rows, "ratios": ratios})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ def count_loss_tokens(sample: Any) -> int:
     Raises:
         ValueError: the sample has none of the three.
     """
-    read = _reader(type(sample))  # type: ignore[arg-type]  # types are hashable
-    if (labels := read(sample, "labels")) is not None:
+    in_mapping = _is_mapping(type(sample))  # type: ignore[arg-type]  # types are hashable
+    if (labels := sample.get("labels") if in_mapping else getattr(sample, "labels", None)) is not None:
         return _count(labels, IGNORED_LABEL)
-    if (loss_mask := read(sample, "loss_mask")) is not None:
+    if (loss_mask := sample.get("loss_mask") if in_mapping else getattr(sample, "loss_mask", None)) is not None:
         return _count(loss_mask, 0)
-    if (tokens := read(sample, "tokens")) is not None:
-        return tokens.shape[-1] if hasattr(tokens, "shape") else len(tokens)
+    if (tokens := sample.get("tokens") if in_mapping else getattr(sample, "tokens", None)) is not None:
+        shape = getattr(tokens, "shape", None)
+        return len(tokens) if shape is None else shape[-1]
     raise ValueError(
         f"{type(sample).__name__} has none of labels, loss_mask, tokens: the tokens that carry loss cannot be "
         "counted, and the loss would be weighted wrongly. Pass loss_tokens_fn=."
@@ -35,11 +36,9 @@ def count_loss_tokens(sample: Any) -> int:
 
 
 @functools.cache
-def _reader(kind: type[Any]) -> Callable[[Any, str], Any]:
-    """How to read a field, None where it is missing: looked up once per type, since every sample is counted."""
-    if issubclass(kind, Mapping):
-        return lambda sample, name: sample.get(name)
-    return lambda sample, name: getattr(sample, name, None)
+def _is_mapping(kind: type[Any]) -> bool:
+    """Looked up once per type, since every sample is counted."""
+    return issubclass(kind, Mapping)
 
 
 def _count(values: Any, ignored: int) -> int:

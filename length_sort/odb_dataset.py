@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron.energon import Sample
 from megatron.energon.flavors.base_dataset import FlexState, SavableDataset
 from megatron.energon.worker import WorkerConfig
 from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restore_key
@@ -333,7 +331,7 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
         loss_tokens = operator.index(self.loss_tokens_fn(sample))
         patches = 0 if self.patches_fn is None else operator.index(self.patches_fn(sample))
         cost = default_cost(length) if self.cost_fn is None else float(self.cost_fn(sample))
-        return Candidate(length, loss_tokens, patches, cost, payload=self._buffer.put(sample, length))
+        return Candidate(length, loss_tokens, patches, cost, 0, self._buffer.put(sample, length))
 
     def _next_group(self, source: Iterator[Any]) -> SampleGroup:
         rounds = self._rounds
@@ -432,11 +430,11 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
 
 
 def _make_group(restore_key: Any, samples: list[Any], info: GroupInfo, template: list[Any]) -> SampleGroup:
-    shown = [sample for sample in samples or template if isinstance(sample, Sample)]
+    shown = [sample for sample in samples or template if hasattr(sample, "__sources__")]  # an Energon Sample
     return SampleGroup(
         __key__=",".join([sample.__key__ for sample in shown]),
         __restore_key__=restore_key,
-        __sources__=tuple(itertools.chain(*[sample.__sources__ or () for sample in shown])),
+        __sources__=tuple([source for sample in shown for source in sample.__sources__ or ()]),
         samples=samples,
         info=info,
         template=template,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,9 +26,9 @@ def sample_num_bytes(sample: Any) -> int:
 def _num_bytes_rule(kind: Any) -> Callable[[Any], int]:
     """How to count the bytes of values of one type: looked up once per type, since every sample is counted."""
     if issubclass(kind, torch.Tensor):
-        return lambda tensor: tensor.numel() * tensor.element_size()
+        return operator.attrgetter("nbytes")
     if issubclass(kind, np.ndarray):
-        return lambda array: array.nbytes
+        return operator.attrgetter("nbytes")
     if issubclass(kind, (bytes, bytearray, str)):
         return len
     if issubclass(kind, Mapping):
@@ -36,7 +37,10 @@ def _num_bytes_rule(kind: Any) -> Callable[[Any], int]:
         return lambda sequence: sum(map(sample_num_bytes, sequence))
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.name not in _ENERGONS_FIELDS]
-        return lambda sample: sum([sample_num_bytes(getattr(sample, name)) for name in names])
+        if len(names) < 2:  # attrgetter would give the value itself
+            return lambda sample: sum([sample_num_bytes(getattr(sample, name)) for name in names])
+        values_of = operator.attrgetter(*names)
+        return lambda sample: sum(map(sample_num_bytes, values_of(sample)))
     if hasattr(kind, "getbands"):  # a decoded PIL image
         return lambda image: image.size[0] * image.size[1] * len(image.getbands())
     return lambda other: 0
@@ -74,7 +78,9 @@ class PoolBuffer:
 
     def put(self, sample: Any, length: float, packed: bool = False) -> PooledSample:
         num_bytes = sample_num_bytes(sample)
-        pooled = PooledSample(get_sample_restore_key(sample), length, packed)
+        # Energon's function asks first whether it is a Sample, an abstract class: slow, for every sample.
+        restore_key = getattr(sample, "__restore_key__", None) or get_sample_restore_key(sample)
+        pooled = PooledSample(restore_key, length, packed)
         if self._max_bytes is None or self.num_bytes + num_bytes <= self._max_bytes:
             pooled.sample, pooled.num_bytes = sample, num_bytes
             self.num_bytes += num_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from megatron.energon.wrappers import BatchDataset
 
 from benchmarks import common, final_loss, pool_stall, step_efficiency, worker_dilution, wrapper_overhead
 from length_sort import LengthPoolSortDataset
@@ -126,6 +127,8 @@ def test_overhead_compares_datasets_that_emit_the_same_samples() -> None:
     tokens = lengths(60).tolist()
     for make in wrapper_overhead.dataset_makers(tokens, 16).values():
         dataset = make()
+        if isinstance(dataset, BatchDataset):
+            dataset = dataset.dataset  # a batch stands for its samples and holds one of them
         with common.active_worker(dataset.worker_config):
             emitted = [sample for element in dataset for sample in getattr(element, "samples", [element])]
         assert sorted(sample.total_len for sample in emitted) == sorted(tokens)
