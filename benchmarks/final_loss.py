@@ -68,7 +68,7 @@ def plot_curve(losses: Sequence[float], path: Path, *, smooth: int = 10) -> None
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--num-samples", type=int, default=160, help="Samples that every run trains, over all ranks.")
+@click.option("--num-samples", type=int, default=480, help="Samples that every run trains, over all ranks.")
 @click.option("--seeds", type=click.IntRange(min=0), default=5, help="Of weights and data order; 0: only the curve.")
 @click.option("--rows", multiple=True, help="Only these rows of the demo.  [default: all]")
 @click.option("--curve-steps", type=int, default=200, help="Steps of the run whose losses are drawn; 0: none.")
@@ -83,8 +83,8 @@ def plot_curve(losses: Sequence[float], path: Path, *, smooth: int = 10) -> None
 def main(num_samples: int, seeds: int, rows: tuple[str, ...], curve_steps: int, plot: Path, output: Path) -> None:
     """Claim: a lever changes which samples meet in a step and who computes them, and not what is learned.
 
-    Trains the demo's rows with the same samples on two ranks, once per seed of weights and data order. The final loss
-    is that of the held-out split.
+    Trains the demo's rows with equally many samples on two ranks, once per seed of weights and data order. The final
+    loss is that of the held-out split.
     """
     if seeds == 1:
         raise click.UsageError("One seed has no spread to compare a difference with. Give 0 or at least 2.")
