@@ -26,6 +26,8 @@ _POLL_SHARE = 0.1
 _LONGEST_POLL_S = 0.25
 
 _DecideByRank = Callable[[Mapping[int, Any]], Any]
+_CheckByRank = Callable[[Mapping[int, Any], int], list[str]]
+"""Differences seen in the reports so far, of which there were at least as many as the number says."""
 
 
 class ODBSyncError(RuntimeError):
@@ -117,7 +119,11 @@ class StoreChannel:
             ODBSyncError: a rank has other settings, or does not start within the timeout.
         """
         report = {"world_size": self._world_size, **settings}
-        outcome, _ = self._agree("start", report, self._compare, check=self._compare)
+
+        def compare(reports: Mapping[int, Any]) -> list[str]:
+            return self._compare(reports, self._world_size)
+
+        outcome, _ = self._agree("start", report, compare, check=self._compare)
         self._refuse_differences(outcome["value"])
 
     def agree(self, name: str, report: Any, decide: Decide) -> Any:
@@ -156,7 +162,7 @@ class StoreChannel:
     # -- one agreement -----------------------------------------------------------------------------------------
 
     def _agree(
-        self, name: str, report: Any, decide: _DecideByRank, *, check: _DecideByRank | None = None
+        self, name: str, report: Any, decide: _DecideByRank, *, check: _CheckByRank | None = None
     ) -> tuple[Any, bool]:
         """The outcome, and whether this rank completed it. `check` sees the reports so far at times while waiting."""
         self._heartbeat.rest()
@@ -165,7 +171,7 @@ class StoreChannel:
         return result
 
     def _report_and_wait(
-        self, name: str, report: Any, decide: _DecideByRank, check: _DecideByRank | None
+        self, name: str, report: Any, decide: _DecideByRank, check: _CheckByRank | None
     ) -> tuple[Any, bool]:
         outcome_key = self._key(name, "outcome")
         # Once an agreement was live, every rank has caught up, and no later outcome can be known beforehand.
@@ -182,7 +188,7 @@ class StoreChannel:
             return json.loads(outcome), True
         return json.loads(self._wait(name, outcome_key, num_missing, check)), False
 
-    def _wait(self, name: str, outcome_key: str, num_missing: int, check: _DecideByRank | None) -> bytes:
+    def _wait(self, name: str, outcome_key: str, num_missing: int, check: _CheckByRank | None) -> bytes:
         # Not the store's own wait: when its time is up it logs a warning and looks up the host's name, which can take
         # seconds, and until then the heartbeat could not use the connection.
         watch = HeartbeatWatch(self._store, timeout_s=self._timeout_s)
@@ -200,9 +206,10 @@ class StoreChannel:
             last_look = time.monotonic()
             if self._heartbeat.orphaned:
                 raise ODBSyncError(f"ODB worker slot {self._slot}: the training process of rank {self._rank} is gone.")
+            num_reported = self._store.add(self._key(name, "count"), 0)  # before the reports, which then hold them all
             reports = self._reports(name)
             if check is not None:
-                self._refuse_differences(check(reports))
+                self._refuse_differences(check(reports, num_reported))
             missing = [rank for rank in range(self._world_size) if rank not in reports]
             reasons = watch.silent([self._beat_key(rank) for rank in missing])
             lost = {rank: reason for rank, reason in zip(missing, reasons) if reason}
@@ -218,10 +225,10 @@ class StoreChannel:
         lines = (self._store.look(self._key(name, "reports")) or b"").decode().splitlines()
         return {int(rank): json.loads(report) for rank, report in (line.split(" ", 1) for line in lines)}
 
-    def _compare(self, settings: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    def _compare(self, settings: Mapping[int, Mapping[str, Any]], num_reported: int) -> list[str]:
         differences = _differences(settings)
         # Called on an incomplete set while waiting; a count that is full without every rank has one twice.
-        if self._store.add(self._key("start", "count"), 0) >= self._world_size > len(settings):
+        if num_reported >= self._world_size > len(settings):
             differences.append(f"rank: only {sorted(settings)} of {self._world_size} ranks exist, some of them twice")
         return differences
 

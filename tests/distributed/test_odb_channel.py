@@ -133,6 +133,25 @@ def test_two_processes_with_one_rank_are_refused(world):
     assert all("only [0] of 2 ranks exist" in str(error) for error in errors)
 
 
+def test_a_rank_that_reports_while_another_looks_is_not_taken_for_a_double(world, monkeypatch):
+    early, late = world(0, 2), world(1, 2)
+    looked = threading.Event()
+
+    def look_slowly(name: str, reports_of=early._reports) -> Any:
+        reports = reports_of(name)
+        if not looked.is_set():
+            looked.set()  # rank 1 reports now, after rank 0 has read the reports of this look
+            time.sleep(0.5)
+        return reports
+
+    def start_late() -> None:
+        assert looked.wait(timeout=10)
+        late.start({})
+
+    monkeypatch.setattr(early, "_reports", look_slowly)
+    assert together([lambda: early.start({}), start_late]) == [None, None]
+
+
 def test_peer_without_heartbeat_is_named_with_slot_and_round(world):
     here, gone = world(0, 3, timeout_s=1.5), world(1, 3, timeout_s=1.5)
     gone.close()  # rank 1's heart stops, rank 2 never started
