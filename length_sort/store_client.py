@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.distributed import DistNetworkError, TCPStore
 
 _ABSENT = "-"
 """No value of ours: those are JSON, counts and lines."""
+_RETRY_S = 0.2
 
 _Job = tuple[Callable[[], Any], "concurrent.futures.Future[Any]"]
 
@@ -32,8 +34,10 @@ class StoreClient:
         """
         self._timeout_s = timeout_s
         self._asked_at: float | None = None
+        _await_port(host, port, timeout_s)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._jobs,), name="odb-store-client", daemon=True).start()
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="odb-store-client", daemon=True)
+        self._thread.start()
         # Some of torch's requests have a timeout of their own, whose errors name nobody: ours comes first.
         later = timedelta(seconds=2 * timeout_s)
         self.store: TCPStore = self.run(
@@ -77,6 +81,8 @@ class StoreClient:
 
     def close(self) -> None:
         self._jobs.put(None)
+        if self._asked_at is None:  # otherwise it may be stuck
+            self._thread.join(timeout=2)
 
     def _ask(self, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._asked_at = time.monotonic()
@@ -84,6 +90,23 @@ class StoreClient:
             return request(*args, **kwargs)
         finally:
             self._asked_at = None
+
+
+def _await_port(host: str, port: int, timeout_s: float) -> None:
+    """Wait until somebody listens there.
+
+    torch's client tries that too, but for ever where we give up on it: its thread would still try when the interpreter
+    ends, and torch aborts the process where its code is left at that moment.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _RETRY_S > deadline:
+                raise DistNetworkError(f"{error}, for {timeout_s} s") from None
+            time.sleep(_RETRY_S)
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
