@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help demo demo-stages test test-all lint bench clean
+.PHONY: help demo demo-stages test test-slow test-all lint bench clean
 
 help:
 	@echo "make demo      install, build demo data, train with each lever, print and plot the comparison"
@@ -41,8 +41,10 @@ test: $(STAMP)
 	$(PYTEST) -m 'not slow and not alone'
 	$(BIN)/python -m pytest tests/distributed -m 'alone and not slow'
 
-test-all: test
+test-slow: $(STAMP)
 	$(BIN)/python -m pytest tests -m slow
+
+test-all: test test-slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
