@@ -12,10 +12,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from examples.llava_ov.checkpoint_files import checkpoint_path, latest_checkpoint, publish, unfinished_path
+from examples.llava_ov.optimizer_state import load_optimizer_state, sharded_optimizer_state
 
 
 class Checkpointer:
@@ -114,7 +115,7 @@ class Checkpointer:
         _check_settings(directory, {name: value for name, value in self._settings.items() if name not in unread})
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
         self._load_weights(state)
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self._optimizer, state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
         if loader is not None:
             loader.load_checkpoint(directory, restart_data=restart_data)
@@ -145,7 +146,8 @@ class Checkpointer:
 
     def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
         models = self._sharded_model()
-        return {**models, "optimizer": self._optimizer.sharded_state_dict(dict(models), is_loading=is_loading)}
+        optimizer = sharded_optimizer_state(self._optimizer, dict(models), is_loading=is_loading)
+        return {**models, "optimizer": optimizer}
 
     def _finish(self, target: Path) -> None:
         dist.barrier()
@@ -157,16 +159,6 @@ class Checkpointer:
 def saved_settings(directory: Path) -> dict[str, Any]:
     """The `settings` of a checkpoint, without its tensors."""
     return dist_checkpointing.load_common_state_dict(str(directory))["settings"]
-
-
-def check_can_resume(use_distributed_optimizer: bool) -> None:
-    """Raise ValueError where Megatron cannot load the optimizer's state."""
-    if use_distributed_optimizer and not distrib_optimizer.HAVE_APEX_OR_TE:
-        raise ValueError(
-            "--load with --use-distributed-optimizer: Megatron core restores a sharded optimizer only with Transformer "
-            "Engine or Apex, and neither is installed. Install one, train without --use-distributed-optimizer, or take "
-            "the weights alone with --pretrained-checkpoint."
-        )
 
 
 def _check_settings(directory: Path, expected: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from aiak_ext.metrics import StepRecorder
 from examples.llava_ov.arguments import num_microbatches
 from examples.llava_ov.balancing import EncoderBalance, balance_loader, balance_scalars
 from examples.llava_ov.batch_cost import BatchCost
-from examples.llava_ov.checkpoint import Checkpointer, check_can_resume
+from examples.llava_ov.checkpoint import Checkpointer
 from examples.llava_ov.checkpoint_files import latest_checkpoint
 from examples.llava_ov.coverage_report import CoverageReport
 from examples.llava_ov.data_loading import build_loader, reads_data, tokenizer_of
@@ -99,6 +99,7 @@ class Trainer:
                 "model_name": args.model_name,
                 "bf16": args.bf16,
                 "trainable_modules": sorted(args.trainable_modules),
+                "use_distributed_optimizer": args.use_distributed_optimizer,
                 "data_seed": args.data_seed,
             },
             keep=args.keep_checkpoints,
@@ -182,7 +183,6 @@ class Trainer:
     def _start_from_checkpoint(self) -> None:
         args = self.args
         if args.load and latest_checkpoint(args.load) is not None:
-            check_can_resume(args.use_distributed_optimizer)
             progress = self._checkpointer.load(args.load, loader=self._loader, restart_data=args.restart_data)
             assert progress is not None
             self.step, self.num_samples = progress["step"], progress["num_samples"]

@@ -39,13 +39,14 @@ EXACT, TENSOR_PARALLEL, FLOAT32 = 1e-9, 1e-6, 1e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """World size and flags of one case; `packed` cases are compared with a packed reference."""
+    """World size and flags of one case, which is compared with a reference that packs and trains the same."""
 
     world: int = 2
     tp: int = 1
     pp: int = 1
     flags: tuple[str, ...] = ()
     packed: bool = False
+    trained: str = "all"
     dtype: torch.dtype = torch.float64
 
     @property
@@ -55,14 +56,15 @@ class Layout:
         return EXACT if self.tp == 1 else TENSOR_PARALLEL
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.world // (self.tp * self.pp)
+    def reference(self) -> tuple[int, bool, str]:
+        return self.world // (self.tp * self.pp), self.packed, self.trained
 
     def arguments(self) -> list[str]:
         return [
             *("--tensor-model-parallel-size", str(self.tp)),
             *("--pipeline-model-parallel-size", str(self.pp)),
             *("--num-workers", "0"),
+            *("--trainable-modules", self.trained),
             *(PACKING if self.packed else ()),
             *self.flags,
         ]
@@ -72,9 +74,16 @@ PACKING = ("--packing-buffer-size", "8", "--seq-length", "512")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 SEQUENCE = ("--sequence-parallel",)
+
+
+def sharded(**layout: Any) -> Layout:
+    return Layout(flags=("--use-distributed-optimizer",), dtype=torch.float32, **layout)
+
+
 LAYOUTS = {
     "dp2": Layout(),
-    "dp2_distributed_optimizer": Layout(flags=("--use-distributed-optimizer",), dtype=torch.float32),
+    "dp2_distributed_optimizer": sharded(),
+    "pp2_adapter_distributed_optimizer": sharded(pp=2, trained="adapter"),
     "tp2": Layout(tp=2),
     "tp2_sequence_parallel": Layout(tp=2, flags=(*SEQUENCE, *RECOMPUTE)),
     "tp2_sequence_parallel_packed": Layout(tp=2, flags=SEQUENCE, packed=True),
@@ -85,9 +94,19 @@ LAYOUTS = {
     "tp2_pp2_sequence_parallel": Layout(world=4, tp=2, pp=2, flags=SEQUENCE),
     "dp2_tp2": Layout(world=4, tp=2),
     "dp2_pp2_vpp2": Layout(world=4, pp=2, flags=VIRTUAL),
+    "dp2_tp2_distributed_optimizer": sharded(world=4, tp=2),
+    "dp2_pp2_distributed_optimizer": sharded(world=4, pp=2),
 }
 # The layouts that train one step each, every one from the checkpoint of the one before, at the same DP.
-CHAINS = {2: ("tp2", "pp2_vpp2", "tp2_sequence_parallel"), 4: ("dp2_tp2", "dp2_pp2_vpp2", "dp2_tp2")}
+CHAINS = {
+    "two_ranks": ("tp2", "pp2_vpp2", "tp2_sequence_parallel"),
+    "distributed_optimizer": ("dp2_distributed_optimizer",) * STEPS,
+    "stage_that_trains_nothing": ("pp2_adapter_distributed_optimizer",) * STEPS,
+    "four_ranks": ("dp2_tp2", "dp2_pp2_vpp2", "dp2_tp2"),
+    "distributed_optimizer_in_other_layouts": (
+        *("dp2_tp2_distributed_optimizer", "dp2_pp2_distributed_optimizer", "dp2_tp2_distributed_optimizer"),
+    ),
+}
 
 
 def parse(layout: Layout, data: str, output: Path, *flags: str) -> argparse.Namespace:
@@ -139,14 +158,18 @@ def with_megatron(args: argparse.Namespace) -> Iterator[None]:
 
 
 def run_layouts(rank: int, world_size: int, data: str, output: Path) -> dict[str, Run]:
-    """All layouts of this world size, and the chain of resumes under the key `chain`."""
-    results = {
+    """All layouts and chains of this world size, by name."""
+    straight = {
         name: train_in_layout(name, data, output / name)
         for name, layout in LAYOUTS.items()
         if layout.world == world_size
     }
-    results["chain"] = run_chain(CHAINS[world_size], data, output / f"chain{world_size}")
-    return results
+    chains = {
+        name: run_chain(layouts, data, output / f"chain_{name}")
+        for name, layouts in CHAINS.items()
+        if LAYOUTS[layouts[0]].world == world_size
+    }
+    return {**straight, **chains}
 
 
 def run_chain(names: tuple[str, ...], data: str, output: Path) -> Run:
@@ -169,15 +192,16 @@ def output(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(output) -> dict[tuple[int, bool], Run]:
-    """Runs of one rank in this process, by the data-parallel size whose samples they train, and packed or not.
+def references(output) -> dict[tuple[int, bool, str], Run]:
+    """Runs of one rank in this process, by the data-parallel size whose samples they train, packed or not, and part.
 
     Energon deals samples to rank x worker: one rank with two workers sees at every step what two ranks see.
     """
     layouts = {
-        (1, False): Layout(world=1),
-        (1, True): Layout(world=1, packed=True),
-        (2, False): Layout(world=1, flags=("--num-workers", "2")),
+        (1, False, "all"): Layout(world=1),
+        (1, True, "all"): Layout(world=1, packed=True),
+        (1, False, "adapter"): Layout(world=1, trained="adapter"),
+        (2, False, "all"): Layout(world=1, flags=("--num-workers", "2")),
     }
     with one_rank():
         return {
@@ -193,35 +217,28 @@ def results_of(output) -> Callable[[int], list[dict[str, Run]]]:
     )
 
 
-def slow_from_four(world_size: int) -> Any:
-    return pytest.mark.slow if world_size > 2 else ()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=slow_from_four(layout.world)) for name, layout in LAYOUTS.items()],
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_gives_the_losses_of_one_rank(references, results_of, name: str) -> None:
     layout = LAYOUTS[name]
-    expected = references[layout.data_parallel_size, layout.packed]
+    expected = references[layout.reference]
     assert expected.losses[-1] < expected.losses[0]
     for result in results_of(layout.world):
-        run = result[name]
-        assert run.losses == pytest.approx(expected.losses, rel=layout.tolerance)
-        assert run.num_samples == expected.num_samples
-        assert run.validation == pytest.approx(expected.validation, rel=layout.tolerance)
+        check(result[name], expected, layout.tolerance)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=slow_from_four(n)) for n in CHAINS])
-def test_a_run_resumes_in_other_layouts_at_the_same_data_parallel_size(references, results_of, world_size: int) -> None:
-    expected = references[world_size // 2, False]
-    for result in results_of(world_size):
-        run = result["chain"]
-        assert run.losses == pytest.approx(expected.losses, rel=TENSOR_PARALLEL)
-        assert run.num_samples == expected.num_samples
-        assert run.validation == pytest.approx(expected.validation, rel=TENSOR_PARALLEL)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_run_resumes_in_other_layouts_at_the_same_data_parallel_size(references, results_of, name: str) -> None:
+    layouts = [LAYOUTS[each] for each in CHAINS[name]]
+    for result in results_of(layouts[0].world):
+        check(result[name], references[layouts[0].reference], max(layout.tolerance for layout in layouts))
+
+
+def check(run: Run, expected: Run, tolerance: float) -> None:
+    assert run.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert run.num_samples == expected.num_samples
+    assert run.validation == pytest.approx(expected.validation, rel=tolerance)
 
 
 def test_packs_hold_several_samples(references) -> None:
-    assert references[1, False].num_samples == STEPS * SAMPLES_PER_STEP
-    assert references[1, True].num_samples > 2 * STEPS * SAMPLES_PER_STEP
+    assert references[1, False, "all"].num_samples == STEPS * SAMPLES_PER_STEP
+    assert references[1, True, "all"].num_samples > 2 * STEPS * SAMPLES_PER_STEP

@@ -192,7 +192,9 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
     mistakes = {
         ("--load", root): r"saved with --trainable-modules \['adapter'\], this run has \['all'\]",
         ("--load", root, "--trainable-modules", "adapter", "--bf16"): "saved with --bf16 False, this run has True",
-        ("--load", root, "--use-distributed-optimizer"): "only with Transformer Engine or Apex",
+        (
+            *("--load", root, "--trainable-modules", "adapter", "--use-distributed-optimizer"),
+        ): "saved with --use-distributed-optimizer False, this run has True",
         ("--pretrained-checkpoint", str(tmp_path)): "holds no checkpoint",
     }
     for flags, message in mistakes.items():
