@@ -108,8 +108,9 @@ def test_a_gradient_that_is_not_a_number_stops_the_run(tmp_path, first_spoiled, 
     assert len(list(checkpoints.glob("iter*"))) == first_spoiled
 
 
-def test_bf16_trains_and_resumes(tmp_path):
-    flags = ("--bf16", "--train-iters", "4", "--lr", "3e-3")
+@pytest.mark.parametrize("optimizer", [(), ("--use-distributed-optimizer", "--async-save")], ids=["plain", "sharded"])
+def test_bf16_trains_and_resumes(tmp_path, optimizer):
+    flags = ("--bf16", *optimizer, "--train-iters", "4", "--lr", "3e-3")
     straight = train(arguments(tmp_path / "straight", *flags))
     in_float32 = train(arguments(tmp_path / "float32", *flags[1:]))
     assert straight == pytest.approx(in_float32, rel=0.02)
