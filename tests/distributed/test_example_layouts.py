@@ -1,7 +1,7 @@
 """The training loop in every parallel layout: losses of a one-rank run over the same samples, resumes across layouts.
 
-The references are trained in the test's own process; one launch of two processes runs all layouts of two, another
-(slow) those of four.
+The references are trained in the test's own process; one launch of two processes runs all layouts of two, another those
+of four.
 Weights and optimizer are float64, so that what differs is not rounding; no gradient is clipped, because Megatron's
 clipping takes float32 only, as its distributed optimizer does.
 """
