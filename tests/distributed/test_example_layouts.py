@@ -29,7 +29,7 @@ from tests.training_run import CPU, one_rank
 
 from .launch import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron_in_process]
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_in_process, pytest.mark.timeout(600)]
 
 STEPS = 3
 SAMPLES_PER_STEP = 4
@@ -213,7 +213,7 @@ def references(output) -> dict[tuple[int, bool, str], Run]:
 def results_of(output) -> Callable[[int], list[dict[str, Run]]]:
     """World size -> every rank's results; each world size is launched once."""
     return functools.cache(
-        lambda world_size: run_ranks(run_layouts, world_size, str(output / "data"), output, timeout_s=280)
+        lambda world_size: run_ranks(run_layouts, world_size, str(output / "data"), output, timeout_s=500)
     )
 
 

@@ -15,7 +15,7 @@ from examples.llava_ov.build_demo_data import BuildConfig, build
 
 from .launch import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "llava_ov" / "scripts"
 # Later flags win, so these take the place of the 32b model's. Its parallel layout without the data-parallel part.
