@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.energon import Sample
 from megatron.energon.flavors.base_dataset import FlexState, SavableDataset
 from megatron.energon.worker import WorkerConfig
 from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restore_key
@@ -430,7 +432,7 @@ class ODBGroupDataset(BaseWrapperDataset[Any, SampleGroup]):
 
 
 def _make_group(restore_key: Any, samples: list[Any], info: GroupInfo, template: list[Any]) -> SampleGroup:
-    shown = [sample for sample in samples or template if hasattr(sample, "__sources__")]  # an Energon Sample
+    shown = [sample for sample in samples or template if _is_energons(type(sample))]  # type: ignore[arg-type]
     return SampleGroup(
         __key__=",".join([sample.__key__ for sample in shown]),
         __restore_key__=restore_key,
@@ -439,6 +441,12 @@ def _make_group(restore_key: Any, samples: list[Any], info: GroupInfo, template:
         info=info,
         template=template,
     )
+
+
+@functools.cache
+def _is_energons(kind: type[Any]) -> bool:
+    """Looked up once per type: Sample is an abstract class, and asking for each sample is slow."""
+    return issubclass(kind, Sample)
 
 
 def _checked_coordinator(coordinator: Coordinator | None, worker_config: WorkerConfig) -> Coordinator:

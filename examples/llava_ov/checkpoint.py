@@ -163,11 +163,11 @@ def saved_settings(directory: Path) -> dict[str, Any]:
 
 def _check_settings(directory: Path, expected: Mapping[str, Any]) -> None:
     saved = saved_settings(directory)
-    differing = [name for name in expected if saved[name] != expected[name]]
+    differing = [name for name in expected if saved.get(name) != expected[name]]
     if differing:
         name = differing[0]
         raise ValueError(
-            f"the checkpoint {directory} was saved with --{name.replace('_', '-')} {saved[name]}, this run has "
+            f"the checkpoint {directory} was saved with --{name.replace('_', '-')} {saved.get(name)}, this run has "
             f"{expected[name]}: its state does not fit. Resume with the same setting, or take the weights alone with "
             "--pretrained-checkpoint."
         )

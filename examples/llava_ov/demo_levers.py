@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MICRO_BATCH_SIZE = 4
-# Four samples of the demo data on average, as a micro batch has: ODB then takes as many steps as the other rows.
+# Four samples of the demo data on average, as a micro batch has: ODB then takes about as many steps as other rows.
 TOKEN_BUDGET = 736
 # Beside a row's metrics: its loss on held-out samples after the run.
 FINAL_LOSS_FILE = "final_loss.json"
